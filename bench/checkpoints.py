@@ -3,16 +3,13 @@
 A checkpoint is a folder `samples-0000000512000`, named by the number of samples trained, in the folder of
 --checkpoint.path: the files of pipeline/checkpoint.py, and state.json with the rest of a run's state (saved_state.py).
 It is written under a name that ends in `.partial`, and renamed once everything is on disk: a folder without that ending
-is complete, whenever a process was killed. The previous checkpoint is deleted afterwards.
+is complete, whenever a process was killed. The previous checkpoint is deleted afterwards. With --snapshot.every a
+checkpoint is written from a snapshot in memory (snapshots.py).
 """
 
-import fcntl
-import json
 import logging
-import os
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,22 +19,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_bench.bench.checkpoint_folders import (
+    begin_folder,
+    complete_folder,
+    in_units,
+    locked,
+    on_rank_0,
+    unfinished_of,
+)
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.instruments.stall import SAVER
-from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint
+from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint, TakenSnapshot
 from dlrm_bench.bench.saved_state import (
     PARTIAL,
-    STATE_JSON,
     Resumed,
     RunState,
     checkpoint_name,
     complete_checkpoints,
     of_another_user,
 )
+from dlrm_bench.bench.snapshots import Snapshot, Snapshots
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import FileContent
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.checkpoint import pin_memory, read_state, snapshot, snapshot_bytes, state_bytes, write_state
+from dlrm_bench.pipeline.checkpoint import (
+    OwnPieces,
+    own_pieces,
+    pin_memory,
+    read_state,
+    snapshot,
+    snapshot_bytes,
+    state_bytes,
+    write_state,
+)
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
 from dlrm_bench.pipeline.interface import Pipeline
 from dlrm_bench.pipeline.state import StateBlocks
@@ -45,6 +59,8 @@ from dlrm_bench.pipeline.state import StateBlocks
 LOGGER = logging.getLogger(__name__)
 _SPARE_BYTES = 2 * 2**30
 """GPU memory that a copy of the state must leave free."""
+_BEHIND = 10
+"""Nice value of the threads that write a snapshot to disk: the training's come first."""
 
 
 class Checkpoints:
@@ -53,7 +69,8 @@ class Checkpoints:
     def __init__(self, config: RunConfig, ranks: Ranks, pipeline: Pipeline, resumed: Resumed | None) -> None:
         """Prepares the folder and resumes. Collective. ValueError, on every rank, where the folder cannot be used or
         has too little room."""
-        self._config, self._every, self._path = config, config.checkpoint.every, config.checkpoint.path
+        self._config, self._path = config, config.checkpoint.path
+        self._every = config.checkpoint.every or config.snapshot.every
         self._ranks, self._pipeline = ranks, pipeline
         self._saving: Future[float] | None = None
         self.iteration = 0
@@ -61,12 +78,15 @@ class Checkpoints:
         self.pieces = 0
         """Number of pieces of the state that this rank has written."""
         self.data_files: dict[str, FileContent] = {}
-        """Fingerprints of the data files, by name, on rank 0 of a run that saves."""
+        """Fingerprints of the data files, by name, of a run that saves."""
         self._paused_s, self._bytes = 0.0, 0
         self._lock: Any = None
         self._saved: list[SavedCheckpoint] = []
+        self._taken: list[TakenSnapshot] = []
+        self._snapshots: Snapshots | None = None
+        self._writing: Snapshot | None = None
         self._resumed: ResumedFrom | None = None
-        if self._path is None and resumed is None:
+        if not (self.saves or resumed is not None or config.snapshot.every is not None):
             return
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=SAVER)
@@ -75,9 +95,14 @@ class Checkpoints:
             self._resumed = self._resume(resumed, blocks)
         self._bytes = state_bytes(blocks)
         if self._path is not None:
-            _on_rank_0(ranks, partial(self._prepare, self._path, resumed))
-            if ranks.device.type == "cuda":
+            on_rank_0(ranks, partial(self._prepare, self._path, resumed))
+            if ranks.device.type == "cuda" and config.snapshot.every is None:
                 pin_memory()
+        if config.snapshot.every is not None:
+            self._snapshots = Snapshots(config, ranks, blocks, resumed)
+        if self._every is not None or self._path is not None:
+            self.data_files = on_rank_0(ranks, self._data_files)
+        self._write_newest()
 
     @property
     def saves(self) -> bool:
@@ -89,48 +114,100 @@ class Checkpoints:
         return self._every is not None and iteration % self._every == 0
 
     def save(self, iteration: int, state: RunState) -> None:
-        """Saves the present state; where the GPU has room for a copy, returns while a thread still writes.
+        """Saves the present state; where the GPU has room for a copy, or the node's memory for snapshots, returns while
+        a thread still writes.
 
-        Waits for the previous checkpoint. Collective. CheckpointError, on every rank, where the previous checkpoint
-        could not be written.
+        Waits for the previous checkpoint, unless there are snapshots. Collective. CheckpointError, on every rank, where
+        the previous checkpoint could not be written.
         """
-        self.wait()
+        if self._snapshots is not None:
+            self._save_in_memory(iteration, state, self._snapshots)
+            return
+        self._collect()
         assert self._path is not None
         begun = time.monotonic()
         folder = self._path / checkpoint_name(state["samples"])
-        _on_rank_0(self._ranks, partial(_begin, folder, state))
+        on_rank_0(self._ranks, partial(begin_folder, folder, state))
         blocks = self._pipeline.state_blocks()
         copy = self._copy(blocks)
         if copy is not None and self._ranks.device.type == "cuda":
             torch.cuda.synchronize()
         self.iteration = iteration
-        self._saving = self._thread.submit(self._write, folder, copy or blocks)
+        self._saving = self._thread.submit(self._write, folder, own_pieces(copy or blocks, self._ranks.rank))
         if copy is None:
             self._saving.exception()  # waits: training would change what is being written
         self._paused_s = time.monotonic() - begun
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is on disk. CheckpointError, on every rank, where it could not be written."""
+        """Waits until the last state saved is on disk, given a --checkpoint.path. CheckpointError, on every rank, where
+        it could not be written."""
+        self._collect()
+        self._write_newest()
+        self._collect()
+
+    def remove_snapshots(self) -> None:
+        """Frees the memory of snapshots, of a run that has ended well. Collective."""
+        if self._snapshots is not None:
+            self._snapshots.remove()
+
+    def _save_in_memory(self, iteration: int, state: RunState, snapshots: Snapshots) -> None:
+        """Takes a snapshot, and has it written to disk unless an earlier one still is."""
+        begun = time.monotonic()
+        if self._all(self._saving is None or self._saving.done()):
+            self._collect()
+        taken = snapshots.take(state, self._pipeline.state_blocks(), self._writing, self._count)
+        if taken is not None:
+            self.iteration = taken.iteration = iteration
+            taken.paused_s = self._paused_s = time.monotonic() - begun
+            paused = round(taken.paused_s, 3)
+            self._taken.append(TakenSnapshot(iteration=iteration, gb=self._bytes / 1e9, paused_s=paused))
+            if self._writing is None:
+                self._write_newest()
+
+    def _write_newest(self) -> None:
+        """Begins to write the newest snapshot to disk, if there is one that is not."""
+        newest = self._snapshots.newest if self._snapshots is not None else None
+        if self._path is None or self._snapshots is None or newest is None or newest.on_disk:
+            return
+        assert newest.state is not None
+        folder = self._path / checkpoint_name(newest.samples)
+        self._writing = newest
+        self._saving = self._thread.submit(self._write, folder, self._snapshots.pieces(newest), newest.state)
+
+    def _collect(self) -> None:
+        """Waits for the checkpoint that is being written, if any. CheckpointError, on every rank, where it could not
+        be."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
+        iteration, paused_s = self.iteration, self._paused_s
+        if self._writing is not None:
+            iteration, paused_s = self._writing.iteration, self._writing.paused_s
         try:
             seconds = saving.result()
         except (OSError, ValueError) as error:
             assert self._path is not None
             complete = complete_checkpoints(self._path)
             last = f"the last complete one is {complete[-1]}" if complete else "there is no earlier one"
+            if self._snapshots is not None and self._snapshots.newest is not None:
+                last += f", and {self._snapshots.newest.folder} is whole, in memory: go on with --resume auto"
             raise CheckpointError(
-                f"the checkpoint of iteration {self.iteration} could not be written: {error}; {last}"
+                f"the checkpoint of iteration {iteration} could not be written: {error}; {last}"
             ) from None
-        paused, written, size = round(self._paused_s, 3), round(seconds, 3), self._bytes / 1e9
-        self._saved.append(SavedCheckpoint(iteration=self.iteration, gb=size, paused_s=paused, write_s=written))
+        if self._writing is not None:
+            self._writing.on_disk, self._writing = True, None
+        written, size = round(seconds, 3), self._bytes / 1e9
+        self._saved.append(SavedCheckpoint(iteration=iteration, gb=size, paused_s=round(paused_s, 3), write_s=written))
 
     def describe(self) -> Checkpointing | None:
         """Returns the record's block on checkpoints; None where none was saved or resumed."""
-        if not self._saved and self._resumed is None:
+        if not self._saved and not self._taken and self._resumed is None:
             return None
-        return Checkpointing(saved=self._saved, resumed=self._resumed)
+        block = Checkpointing(saved=self._saved, resumed=self._resumed)
+        if self._snapshots is not None:
+            block["snapshots"] = self._taken
+            block["left_out"] = self._snapshots.left_out
+        return block
 
     def _resume(self, resumed: Resumed, blocks: StateBlocks) -> ResumedFrom:
         """Fills the pipeline from a checkpoint; returns the record's block on it. Collective."""
@@ -149,17 +226,23 @@ class Checkpoints:
             iteration=resumed.first,
             samples=resumed.state["samples"],
             read_s=round(time.monotonic() - begun, 3),
+            folder=str(resumed.folder),
         )
 
-    def _write(self, folder: Path, blocks: StateBlocks) -> float:
-        """Writes the state; returns the seconds of the write. Collective, on a thread of every rank."""
+    def _write(self, folder: Path, pieces: OwnPieces, state: RunState | None = None) -> float:
+        """Writes the state; returns the seconds of the write. Collective, on a thread of every rank.
+
+        state: that of a snapshot, whose folder is begun here."""
         begun = time.monotonic()
         if self._ranks.device.type == "cuda":
             torch.cuda.set_device(self._ranks.device)
-        unfinished = folder.with_name(folder.name + PARTIAL)
+        unfinished = unfinished_of(folder)
         try:
-            write_state(unfinished, blocks, self._ranks.rank, self._group, self._count)
-            _on_rank_0(self._ranks, partial(_complete_folder, unfinished, folder), self._group)
+            if state is not None:
+                on_rank_0(self._ranks, partial(begin_folder, folder, state), self._group)
+            nice = 0 if state is None else _BEHIND
+            write_state(unfinished, pieces, self._ranks.rank, self._group, self._count, nice)
+            on_rank_0(self._ranks, partial(complete_folder, folder), self._group)
         except (OSError, ValueError):  # on every rank, which have all stopped writing
             if self._ranks.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -190,13 +273,12 @@ class Checkpoints:
     def _prepare(self, path: Path, resumed: Resumed | None) -> None:
         """Locks the folder for this run, and deletes unfinished checkpoints of earlier runs."""
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--checkpoint.path {path}: another run saves there: choose another folder") from None
+        self._lock = locked(path, "--checkpoint.path")
         complete = complete_checkpoints(path)
-        if complete and (resumed is None or complete[-1].resolve() != resumed.folder.resolve()):
+        goes_on = self._config.resumes_newest or (
+            resumed is not None and complete[-1:] and complete[-1].resolve() == resumed.folder.resolve()
+        )
+        if complete and not goes_on:
             raise ValueError(
                 f"--checkpoint.path {path} has checkpoints of an earlier run, the newest {complete[-1].name}: choose "
                 f"another folder, or go on from that one with --resume {path}"
@@ -206,10 +288,12 @@ class Checkpoints:
         free = shutil.disk_usage(path).free
         if free < self._bytes:
             raise ValueError(
-                f"--checkpoint.path {path} has {_in_units(free)} free, and a checkpoint takes "
-                f"{_in_units(self._bytes)} beside the one before it: make room or choose another folder"
+                f"--checkpoint.path {path} has {in_units(free)} free, and a checkpoint takes "
+                f"{in_units(self._bytes)} beside the one before it: make room or choose another folder"
             )
-        self.data_files = named(self._config.benchmark).parts().data_content(self._config)
+
+    def _data_files(self) -> dict[str, FileContent]:
+        return named(self._config.benchmark).parts().data_content(self._config)
 
 
 def _free_bytes() -> int:
@@ -222,61 +306,3 @@ def _free_bytes() -> int:
         if here and (segment["stream"] == stream or not segment["active_size"]):
             idle += segment["total_size"] - segment["active_size"]
     return torch.cuda.mem_get_info()[0] + idle
-
-
-def _in_units(size: float) -> str:
-    """Returns a number of bytes in the largest unit in which it is at least 1."""
-    for unit, of in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if size >= of:
-            return f"{size / of:.1f} {unit}"
-    return f"{size:.0f} bytes"
-
-
-def _begin(folder: Path, state: RunState) -> None:
-    unfinished = folder.with_name(folder.name + PARTIAL)
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
-    unfinished.mkdir()
-    with (unfinished / STATE_JSON).open("w", encoding="utf-8") as file:
-        json.dump(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _complete_folder(unfinished: Path, folder: Path) -> None:
-    """Renames a checkpoint once all of it is on disk, and deletes the previous ones.
-
-    An older one of the same number of samples is renamed first, to a name that is complete as well: there is one at any
-    time.
-    """
-    _sync(unfinished)
-    if folder.exists():
-        os.replace(folder, folder.with_name(f"{folder.name}.replaced"))
-    os.replace(unfinished, folder)
-    _sync(folder.parent)
-    complete = complete_checkpoints(folder.parent)
-    for older in complete[: complete.index(folder)]:
-        leaving = older.with_name(older.name + PARTIAL)  # half deleted it would look complete
-        os.replace(older, leaving)
-        shutil.rmtree(leaving)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _on_rank_0(ranks: Ranks, work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Runs `work` on global rank 0; its OSError or ValueError is raised on every rank. Collective over `group`."""
-    answer: list[Any] = [None]
-    if ranks.rank == 0:
-        try:
-            work()
-        except (OSError, ValueError) as error:
-            answer = [str(error)]
-    dist.broadcast_object_list(answer, src=0, group=group)
-    if answer[0] is not None:
-        raise ValueError(answer[0])

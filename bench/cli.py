@@ -108,9 +108,9 @@ class LimitsCommand:
     measured: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Limits record to print instead of measuring."""
     rates: Path | None = None
-    """With --above alone: limits record whose measured rates are used; by default the known rates of the GPU."""
+    """Limits record whose measured rates --above alone uses; by default the known rates of the GPU."""
     batch: int | None = None
-    """With --above alone: local batch size of the iteration to bound; by default the records' own."""
+    """Local batch size of the iteration that --above alone bounds; by default the records' own."""
     nproc: int | None = None
     """Number of processes; by default one for each GPU, or two without a GPU."""
     results_dir: Path = Path("results")
@@ -230,12 +230,13 @@ class Data:
     """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise for the others.
 
     generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
-    preprocess: Criteo's raw days, or Yambda's events, to MLPerf's formats. check: completeness and values of a
-    directory's files. speed: the rate at which ranks read them. --preset NAME chooses the benchmark of that preset,
-    whose flags --help then shows.
+    preprocess: the raw files of the benchmark's data set to MLPerf's formats. check: completeness and values of a
+    directory's files. speed: the rate at which ranks read them. rows: the rows of sequence tables that a training
+    names. counts: how often samples name each row of pooled tables, in files or at random. --preset NAME chooses the
+    benchmark of that preset, whose flags --help then shows.
     """
 
-    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed"]]
+    what: Positional[Literal["generate", "fill", "preprocess", "check", "speed", "rows", "counts"]]
     """The action; its own flags follow."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ A field's docstring is its help text. Errors name the flag to change. Complete c
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,6 +65,26 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class SnapshotConfig:
+    """Interval and folder of snapshots in the node's memory, from which --resume auto goes on within seconds."""
+
+    every: int | None = None
+    """Number of iterations between snapshots; each is written to --checkpoint.path, if given, behind the training."""
+    path: Path | None = None
+    """Folder of snapshots, in memory (tmpfs); by default one of this user in /dev/shm. A run that ends well removes
+    it."""
+
+    def __post_init__(self) -> None:
+        require(self.every is None or self.every > 0, "--snapshot.every must be positive")
+        require(self.path is None or self.every is not None, "--snapshot.path is of no use without --snapshot.every")
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of snapshots; None where none are taken."""
+        return None if self.every is None else self.path or Path(f"/dev/shm/dlrm-bench-{os.geteuid()}")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     """One run of the benchmark."""
 
@@ -77,14 +98,14 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     iterations: int | None = None
     """Number of training iterations, warm-up included; by default as many as --min-time needs, or else one epoch."""
     min_time: float | None = None
-    """Without --iterations and --target-auc: train until the iterations after the warm-up have taken this many seconds,
-    or the epoch ends."""
+    """Seconds that the iterations after the warm-up take before training ends, if the epoch does not end first; without
+    --iterations and --target-auc."""
     warmup_time: float | None = None
-    """With --min-time: the warm-up has as many iterations more as it takes to last this many seconds. A GPU's power cap
+    """Seconds that the warm-up lasts at least, for which it gets more iterations; with --min-time. A GPU's power cap
     sets in after about one."""
     max_time: float | None = None
-    """With --min-time: train beyond it while the timed iterations are not steady, until these have taken this many
-    seconds. Steady means that the medians of their eighths differ by 2 % at most, or by no more than chance."""
+    """Seconds of timed iterations at most: training goes on beyond --min-time while they are not steady. Steady means
+    that the medians of their eighths differ by 2 % at most, or by no more than chance."""
     warmup_iterations: int = 50
     """Number of first iterations that the latency summary leaves out; the raw times keep them."""
     target_auc: float | None = None
@@ -95,9 +116,11 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     """Number of iterations between two reads of the losses; a non-finite loss stops every rank before any weight
     changes."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     resume: Path | None = None
-    """Continue from this checkpoint, or from the checkpoint with most samples in this folder. Checksums show damage,
-    not who wrote a checkpoint."""
+    """Continue from this checkpoint, or from the checkpoint with most samples in this folder; auto: from what has most
+    samples in --snapshot.path and --checkpoint.path, if anything, as after a restart by torchrun --max-restarts.
+    Checksums show damage, not who wrote a checkpoint."""
     stall_timeout: float | None = 60.0
     """Number of seconds without progress after which the training is ended on all ranks; ten times as many for each
     step of the start, from the imports on, and for the first iteration. None waits without end."""
@@ -124,7 +147,7 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
         require(self.min_time is None or self.min_time > 0, "--min-time must be positive")
         require(
             self.max_time is None or (self.min_time is not None and self.max_time >= self.min_time),
-            f"--max-time {self.max_time} ends a run that goes on after --min-time ({self.min_time}): give it as much",
+            f"--max-time {self.max_time} ends a run that continues after --min-time ({self.min_time}): give it as much",
         )
         require(
             self.warmup_time is None or 0 <= self.warmup_time < math.inf, "--warmup-time must be a number of seconds"
@@ -150,10 +173,24 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             f"--stall-timeout is {self.stall_timeout}: it must be at least one second",
         )
         require(self.loss_interval > 0, "--loss-interval must be positive")
+        require(
+            self.snapshot.every is None or self.checkpoint.every is None,
+            "--checkpoint.every and --snapshot.every: choose one; snapshots are written to --checkpoint.path as well",
+        )
+        require(
+            self.snapshot.every is None or getattr(self.pipeline, "dynamic_rows", None) is None,
+            "--snapshot.every: a snapshot's memory has a fixed layout, and --dynamic-rows makes ever more rows; leave "
+            "it out, and save with --checkpoint.every",
+        )
+        require(
+            not self.resumes_newest or self.snapshot.every is not None or self.checkpoint.path is not None,
+            "--resume auto looks for snapshots and checkpoints: give --snapshot.every or --checkpoint.path",
+        )
         for flag, path in (
             ("--results-dir", self.results_dir),
             ("--data.path", self.data.path),
             ("--checkpoint.path", self.checkpoint.path),
+            ("--snapshot.path", self.snapshot.path),
             ("--resume", self.resume),
             ("--run-id", self.run_id),
         ):
@@ -164,6 +201,11 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             self.run_id is None or (self.run_id not in ("", ".", "..") and "/" not in self.run_id),
             f"--run-id is {self.run_id!r}: it names a folder, without slashes",
         )
+
+    @property
+    def resumes_newest(self) -> bool:
+        """Whether --resume is auto."""
+        return self.resume == Path("auto")
 
 
 def _is_utf8(path: Path | str | None) -> bool:

@@ -8,14 +8,18 @@ from dlrm_bench.dlrm.benchmarks import BENCHMARKS, preset_of
 def run_data(what: str, words: Sequence[str]) -> int:
     """Passes the flags on to the data command of the benchmark that --preset names, by default of the first one;
     returns the exit status. ValueError names the known presets, or a benchmark that has no files."""
-    preset, others = _split(words)
+    if what == "counts":  # of any benchmark, by flags of its runs
+        from dlrm_bench.bench.counts_command import run_counts
+
+        return run_counts(words)
+    preset, others = split_preset(words)
     benchmark = BENCHMARKS[0] if preset is None else preset_of(preset)[0]
     if benchmark.data_command is None:
         raise ValueError(f"--preset {preset}: {benchmark.title} has no files of data, its batches are random")
     return benchmark.data_command(what, preset, others)
 
 
-def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_preset(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Returns the value of --preset, given as `--preset NAME` or `--preset=NAME`, and all other words."""
     preset, others, rest = None, [], iter(words)
     for word in rest:

@@ -3,16 +3,24 @@
 import os
 
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.restarts import check_restarts
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
+from dlrm_bench.dlrm.tables.table_memory import (
+    check_places_fit,
+    check_tables_fit,
+    device_memory_bytes,
+    host_memory_bytes,
+    rank_memory_bytes,
+)
 from dlrm_bench.pipeline.interface import check_device
+from dlrm_bench.pipeline.static.options import StaticOptions
 
 
 def check_machine(config: RunConfig, ranks: Ranks) -> None:
     """Raises a ValueError that names every obstacle between these ranks and the run of `config`. Collective."""
     obstacles = []
-    for check in (_check_precision, _check_device, _check_batches_fit, _check_tables_fit):
+    for check in (_check_precision, _check_device, _check_batches_fit, _check_tables_fit, _check_restarts):
         try:
             check(config, ranks)
         except ValueError as error:
@@ -45,4 +53,17 @@ def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
-    check_tables_fit(config.model.tables, config.optimizer.tables, device_memory_bytes(ranks), ranks.device)
+    tables, pipeline = config.model.tables, config.pipeline
+    if isinstance(pipeline, StaticOptions):
+        memory = rank_memory_bytes(ranks, pipeline.tiers)
+        if pipeline.dynamic_rows is not None:
+            check_places_fit(tables.columns, pipeline.dynamic_rows, memory, ranks.device)
+            return
+    else:
+        memory = device_memory_bytes(ranks)
+        memory += 0 if pipeline.in_host_memory() is None else host_memory_bytes(ranks)
+    check_tables_fit(tables, config.optimizer.tables, memory, ranks.device)
+
+
+def _check_restarts(config: RunConfig, ranks: Ranks) -> None:
+    check_restarts(config)

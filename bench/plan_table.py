@@ -12,12 +12,16 @@ from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
+from dlrm_bench.bench.tier_table import print_tiers
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
+from dlrm_bench.dlrm.tables.plan.constraints import FLAG, described
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
+from dlrm_bench.dlrm.tables.plan.tier_costs import check_tiers_fit
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.static.options import StaticOptions
@@ -31,9 +35,25 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
     world_size = topology.world_size
     tables, global_batch_size = config.model.tables, config.local_batch_size * world_size
     options = config.pipeline if isinstance(config.pipeline, StaticOptions) else StaticOptions()
-    memory_bytes = int(costs.memory_bytes * HEADROOM)
+    if not isinstance(config.pipeline, StaticOptions) and config.pipeline.constraints:
+        raise ValueError(
+            f"{FLAG}: --print-plan shows the static pipeline's plan; add --pipeline static, or leave it out"
+        )
+    constraints = options.constraints_on(tables)
+    memory_bytes, tiers = int(costs.memory_bytes * HEADROOM), options.tiers
+    if tiers is not None:
+        host_bytes = int(costs.host_memory_bytes * HEADROOM)
+        in_nodes = (memory_bytes, host_bytes * topology.gpus_per_node)
+        check_tiers_fit(tables, config.optimizer.tables, tiers, topology, *in_nodes)
+        memory_bytes = tiers.capacity(memory_bytes, host_bytes)
     plan = plan_for(
-        config, topology, memory_bytes, options.replicates(topology.nodes), options.splits_rows(topology.nodes), costs
+        config,
+        topology,
+        memory_bytes,
+        options.replicates(topology.nodes),
+        options.splits_rows(topology.nodes),
+        costs,
+        constraints,
     )
     ids = config.data.id_statistics
     loads = rank_loads(
@@ -67,18 +87,25 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         table.add_row("all", " ".join(tables.names[table] for table in plan.replicated), "0", "", "", "", "")
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
+    if constraints:
+        console.print(f"as asked: {FLAG} {described(constraints, tables)}")
     console.print(
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"
     )
     iteration = iteration_us(plan.shards, tables, topology, global_batch_size, config.pooled_bytes, costs, ids)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
+    if tiers is not None:
+        print_tiers(console, config, plan, topology, tiers, costs)
 
 
 def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> None:
     """Prints what each rank holds of tables that are split by rows over all of them, and what it exchanges in an
     iteration; ValueError where that does not fit."""
     tables, ranks = config.model.tables, topology.world_size
+    if isinstance(config.pipeline, StaticOptions) and config.pipeline.dynamic_rows is not None:
+        _print_dynamic_rows(config, topology, costs, config.pipeline.dynamic_rows)
+        return
     states = config.optimizer.tables.state_columns(tables.columns)
     table = Table(
         title=f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: "
@@ -102,6 +129,32 @@ def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> No
         )
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
+    _print_rank(config, topology, costs, needed)
+
+
+def _print_dynamic_rows(config: RunConfig, topology: Topology, costs: GpuCosts, places: int) -> None:
+    """Prints what each rank has memory for where rows are made when they are first named."""
+    tables, ranks = config.model.tables, topology.world_size
+    needed, available = 1e-9 * bytes_of(places, tables.columns), 1e-9 * costs.memory_bytes * HEADROOM
+    if needed > available:
+        raise ValueError(
+            f"--dynamic-rows {places}: rows, state and map take {needed:.1f} GB of the {available:.1f} GB that a rank "
+            "has; use more ranks with fewer rows each"
+        )
+    share = min(1.0, places * ranks / sum(tables.rows))
+    Console(width=120, markup=False, highlight=False).print(
+        f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: rows "
+        f"are made when they are first named, {places:,} of each rank's at most, {share:.1%} of all "
+        f"{sum(tables.rows):,}; {needed:.1f} GB a rank with state and map, where all rows would take "
+        f"{tables.bytes / ranks / 1e9:.1f}. How many a training names: dlrm-bench data rows --preset {config.preset}"
+    )
+    _print_rank(config, topology, costs, needed)
+
+
+def _print_rank(config: RunConfig, topology: Topology, costs: GpuCosts, needed: float) -> None:
+    """Prints what memory a rank has left, and what leaves it in an iteration. needed: GB of tables and state."""
+    ranks, available = topology.world_size, 1e-9 * costs.memory_bytes * HEADROOM
+    console = Console(width=120, markup=False, highlight=False)
     console.print(
         f"a rank of {costs.measured_on}: {available - needed:.1f} of {available:.1f} GB are left for the dense network"
     )
@@ -130,9 +183,15 @@ def topology_of(world_size: int, gpus_per_node: int | None, network_gb_s: float 
     return Topology.of(world_size, gpus, network)
 
 
-def costs_at(limits: Path | None) -> GpuCosts:
-    """Returns the costs of the GPU that a limits.json was measured on, or default ones; ValueError names a bad file."""
-    return DEFAULT_COSTS if limits is None else measured_costs(read_limits(limits))
+def costs_at(limits: Path | None, host_memory_gb: float | None, topology: Topology) -> GpuCosts:
+    """Returns the costs of the GPU that a limits.json was measured on, or default ones, on nodes of this much memory;
+    ValueError names a bad file or number."""
+    costs = DEFAULT_COSTS if limits is None else measured_costs(read_limits(limits))
+    if host_memory_gb is None:
+        return costs
+    if not 0 < host_memory_gb < math.inf:
+        raise ValueError(f"--host-memory-gb {host_memory_gb}: give GB of a node, above 0")
+    return replace(costs, host_memory_bytes=int(host_memory_gb * 1e9 / topology.gpus_per_node))
 
 
 def measured_costs(limits: Limits) -> GpuCosts:
@@ -144,7 +203,7 @@ def measured_costs(limits: Limits) -> GpuCosts:
     GPUs, or its exchanges lie on no rising line.
     """
     machine, world_size = limits["machine"], limits["config"]["world_size"]
-    name, memory_gb = machine["gpu"], machine["gpu_memory_gb"]
+    name, memory_gb, host_gb = machine["gpu"], machine["gpu_memory_gb"], machine.get("memory_gb")
     if name is None or memory_gb is None or world_size < 2:
         raise ValueError(
             f"limits {limits['id']} were measured on {world_size} rank(s) with {machine['gpus']} GPU(s): a plan's "
@@ -164,6 +223,7 @@ def measured_costs(limits: Limits) -> GpuCosts:
     return replace(
         base.at_memory_rate(rate, measured_on),
         memory_bytes=int(memory_gb * 1e9),
+        host_memory_bytes=int(host_gb * 1e9 / machine["gpus"]) if host_gb else base.host_memory_bytes,
         all_to_all_us=all_to_all_us,
         all_to_all_bytes_per_us=1 / us_per_byte,
     )

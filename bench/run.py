@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +23,21 @@ from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.instruments.schedule import Schedule, epoch_iterations, plan_schedule
 from dlrm_bench.bench.instruments.stall import StallWatch
 from dlrm_bench.bench.instruments.telemetry import RunMonitor
-from dlrm_bench.bench.machine.description import describe_machine, platform_name, short_name
+from dlrm_bench.bench.machine.description import describe_machine, platform_name
 from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.mlperf.division import counted_samples, division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.obstacles import check_machine
-from dlrm_bench.bench.records.record import create_run_folder, new_run_id, reserve_room
 from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
-from dlrm_bench.bench.run_files import LOG_NAME, keep_figures, keep_own_figures, named_checkpoints, write_results
+from dlrm_bench.bench.restarts import say_origin
+from dlrm_bench.bench.run_files import (
+    LOG_NAME,
+    agree_on_folder,
+    keep_figures,
+    keep_own_figures,
+    named_checkpoints,
+    write_results,
+)
 from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import Dataset, HostBatch
@@ -270,7 +276,8 @@ def run(
             config, dataset.train_samples, ranks.world_size, epoch_iterations(config, dataset, ranks)
         )
         resumed = find_checkpoint(config, schedule)
-        folder = _agree_on_folder(config, ranks, machine)
+        origin = say_origin(config, resumed, ranks)
+        folder = agree_on_folder(config, ranks, machine)
         log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None, counted_samples(config, dataset))
         if resumed is None:
             _log_init(config, ranks, log, machine, dataset, schedule)
@@ -306,6 +313,8 @@ def run(
             this.warm_up()
             dist.barrier()
             BEGINNING.over()
+            if origin is not None:
+                log.note(origin)  # as training begins
             if resumed is None:
                 log.init_stop()
                 log.run_start()
@@ -325,6 +334,7 @@ def run(
                     checkpoints.wait()
         profile = profiling.profile() if profiling else None
         folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
+        checkpoints.remove_snapshots()
         pipeline.close()
     return Outcome(folder=folder, record=record)
 
@@ -350,22 +360,6 @@ def _check_target(config: RunConfig, best_auc: float | None) -> None:
             f"--target-auc {config.target_auc} is above {best_auc:.5f}, the best that any model can reach on the "
             f"planted data of {config.data.path}: lower it"
         )
-
-
-def _agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
-    """Makes the record folder on global rank 0; every rank learns its path, or raises rank 0's error."""
-    answer: list[Any] = [None]
-    if ranks.rank == 0:
-        run_id = config.run_id or new_run_id(short_name(machine), config.preset, datetime.now(UTC))
-        try:
-            answer = [create_run_folder(config.results_dir, run_id)]
-            reserve_room(answer[0], config.iterations, ranks.world_size)
-        except ValueError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    return answer[0]
 
 
 def _log_init(

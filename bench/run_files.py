@@ -1,4 +1,5 @@
-"""Files of a run at its end: its record, or the measurements until a failure, whatever has become of its folder."""
+"""Files of a run: its folder, and at its end its record, or the measurements until a failure, whatever has become of
+the folder."""
 
 import contextlib
 import sys
@@ -13,18 +14,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.instruments.losses import NonFiniteError
+from dlrm_bench.bench.machine.description import short_name
 from dlrm_bench.bench.machine.provenance import provenance
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     RUN_JSON,
     TrainingOutcome,
     build_record,
+    create_run_folder,
+    new_run_id,
     release_room,
+    reserve_room,
     write_iterations,
     write_record,
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
+from dlrm_bench.bench.restarts import restarted
 from dlrm_bench.bench.saved_state import history_arrays
 from dlrm_bench.dlrm.benchmark import SampleSizes
 from dlrm_bench.dlrm.benchmarks import named
@@ -38,6 +45,22 @@ _PATIENCE_S = 5
 """Seconds, less than the 30 after which torchrun kills its ranks."""
 
 
+def agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
+    """Makes the record folder on global rank 0; every rank learns its path, or raises rank 0's error."""
+    answer: list[Any] = [None]
+    if ranks.rank == 0:
+        run_id = restarted(config.run_id) or new_run_id(short_name(machine), config.preset, datetime.now(UTC))
+        try:
+            answer = [create_run_folder(config.results_dir, run_id)]
+            reserve_room(answer[0], config.iterations, ranks.world_size)
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    return answer[0]
+
+
 def keep_figures(this: "Run", error: NonFiniteError) -> str:
     """Writes the measurements of a run that failed; returns a sentence that says where. Collective."""
     this.clock.pause()
@@ -47,6 +70,7 @@ def keep_figures(this: "Run", error: NonFiniteError) -> str:
     if this.checkpoints.saves and good is not None and good > this.first:
         try:
             if good != this.checkpoints.iteration:  # that one has these weights
+                this.checkpoints.wait()
                 this.save(good, error.known[: good - this.first])
             this.checkpoints.wait()
             kept += f", these weights in {this.config.checkpoint.path}"
@@ -107,7 +131,7 @@ def restore_log(this: "Run") -> None:
             why = f"lacks lines ({this.log.failure})" if this.log.failure else "was changed during the run"
             folder = _temporary_folder(this)
         (folder / LOG_NAME).write_text(this.log.text, encoding="utf-8")
-        text = f"{this.folder / LOG_NAME} {why}: what the run logged is in {folder / LOG_NAME}"
+        text = f"{this.folder / LOG_NAME} {why}: the run's log is in {folder / LOG_NAME}"
         print(f"warning: {text}", file=sys.stderr, flush=True)
     except OSError as error:
         _rescued(this, lambda _: None, error)

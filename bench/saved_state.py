@@ -6,7 +6,7 @@ state.json is checked field by field: it may be damaged, edited, of another trai
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -77,6 +77,12 @@ def complete_checkpoints(path: Path) -> list[Path]:
     return [folder for _, folder in sorted(whole, key=lambda of: (int(of[0][1]), of[0][2] is None))]
 
 
+def samples_of(folder: Path) -> int:
+    """Returns the number of samples in the name of a complete checkpoint; 0 of another folder."""
+    match = _COMPLETE.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
 def checkpoint_in(path: Path) -> Path:
     """Returns a checkpoint, or the newest complete one of a folder of them. ValueError where there is none."""
     if (path / STATE_JSON).is_file():
@@ -91,7 +97,7 @@ def checkpoint_in(path: Path) -> Path:
     if any((folder / STATE_JSON).is_file() for folder in path.glob("iteration-*")):
         raise ValueError(
             f"{path} has checkpoints of an earlier version, which this one does not read: resume with the version that "
-            "wrote them, or train anew"
+            "wrote them, or train from the start"
         )
     raise ValueError(f"{path} has no complete checkpoint")
 
@@ -134,14 +140,17 @@ def _is_event(line: str) -> bool:
 
 
 def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
-    """Returns the checkpoint that --resume names, or the newest complete one of that folder; None without the flag.
+    """Returns the checkpoint that --resume names, or the newest complete one of that folder; None without the flag, or
+    where --resume auto finds none.
 
     ValueError where there is none, or it is damaged, or of another training.
     """
     if config.resume is None:
         return None
     try:
-        folder = checkpoint_in(config.resume)
+        folder = _newest(config) if config.resumes_newest else checkpoint_in(config.resume)
+        if folder is None:
+            return None
         state = read_run_state(folder)
     except ValueError as error:
         raise ValueError(f"--resume: {error}") from error
@@ -159,6 +168,28 @@ def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
             "or there is nothing left to train"
         )
     return Resumed(folder=folder, state=state, first=first)
+
+
+def _newest(config: RunConfig) -> Path | None:
+    """Returns the complete checkpoint of most samples, in memory or on disk; None without any. Of equals that in
+    memory. ValueError unless the training of the one continues that of the other."""
+    places = (config.snapshot.folder, config.checkpoint.path)
+    found = [folder for path in places if path is not None for folder in complete_checkpoints(path)[-1:]]
+    found.sort(key=samples_of, reverse=True)
+    if len(found) == 2:
+        newer, older = (list(chain.from_iterable(_losses(read_run_state(folder)))) for folder in found)
+        if newer[: len(older)] != older:
+            raise ValueError(
+                f"auto: {found[0]} and {found[1]} are of different trainings: name the one to go on from, and another "
+                "--snapshot.path or --checkpoint.path"
+            )
+    return found[0] if found else None
+
+
+def _losses(state: RunState) -> Iterator[list[tuple[int, float]]]:
+    """Yields the losses of a history, each with the size of its global batch."""
+    for stretch in state["losses"]:
+        yield [(stretch["global_batch_size"], loss) for loss in stretch["losses"]]
 
 
 def _check_same(folder: Path, saved: dict[str, Any], given: dict[str, Any], of_data: Sequence[str]) -> None:

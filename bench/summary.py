@@ -57,7 +57,7 @@ def _print(outcome: Outcome) -> int:
             highlight=False,
             soft_wrap=True,
         )
-    for line in conditions_in_words(record):
+    for line in [*snapshots_in_words(record), *conditions_in_words(record)]:
         console.print(line)
     if training["status"] == "no_target":
         console.print("finished     all iterations; no target AUC was set, so nothing was evaluated")
@@ -84,7 +84,7 @@ def _check_log(outcome: Outcome, console: Console) -> int:
     verdict = check_compliance(outcome.folder / LOG_NAME, ruleset, benchmark.ruleset.pinned_to_data)
     if verdict.of_data:
         console.print(
-            f"compliance   all is well but for {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} takes "
+            f"compliance   all passes except {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} takes "
             "those of MLPerf's own data alone",
             soft_wrap=True,
         )
@@ -94,6 +94,21 @@ def _check_log(outcome: Outcome, console: Console) -> int:
         return 0
     console.print(verdict.output, markup=False, highlight=False)
     return EXIT_NOT_COMPLIANT
+
+
+def snapshots_in_words(record: RunRecord) -> list[str]:
+    """Returns a sentence on the snapshots that a run took in memory, if any."""
+    checkpoints = record.get("checkpoints")
+    taken = checkpoints.get("snapshots") if checkpoints else None
+    if not checkpoints or not taken:
+        return []
+    pauses = sorted(snapshot["paused_s"] for snapshot in taken)
+    left_out = checkpoints.get("left_out", 0)
+    return [
+        f"snapshots    {len(taken)} of {taken[0]['gb']:.3g} GB in memory; training paused for {pauses[0]:.3g} to "
+        f"{pauses[-1]:.3g} s"
+        + (f"; {left_out} more were due while the only one was not yet on disk" if left_out else "")
+    ]
 
 
 def conditions_in_words(record: RunRecord) -> list[str]:

@@ -19,7 +19,7 @@ def verify_checkpoint(console: "Console", path: Path) -> int:
     """
     folder = checkpoint_in(path)
     findings: list[str] = []
-    held = ""
+    held, well = "", "all well"
     try:
         state = read_run_state(folder)
         held = f"{state['samples']:,} samples trained by {state['run_id']}, "
@@ -28,10 +28,12 @@ def verify_checkpoint(console: "Console", path: Path) -> int:
     try:
         index = read_index(folder)
         held += f"{len(index.tensors)} tensors, {index.nbytes / 1e9:.3g} GB"
+        if index.unchecked:
+            well = "all there; a snapshot in memory has no checksums"
         with step("verify", index.nbytes, "MB") as advance:
             findings += [f"{folder / line}" for line in damage(folder, index, advance)]
     except ValueError as error:
         findings.append(str(error))
-    for line in findings or [f"{folder}: {held}, all well"]:
+    for line in findings or [f"{folder}: {held}, {well}"]:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     return EXIT_BAD_INPUT if findings else 0

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from dlrm_bench.dlrm.config import TrainingConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from dlrm_bench.dlrm.data.dataset import Dataset, FileContent, HostBatch
     from dlrm_bench.dlrm.dense.static_dense import StaticDense
     from dlrm_bench.dlrm.dense.static_sequences import StaticSequences
@@ -43,7 +46,7 @@ UNMEASURED: SampleSizes = MappingProxyType({})
 
 
 class TableWork(NamedTuple):
-    """What the tables' part of an iteration moves, a rank's share."""
+    """Bytes and elements that the tables' part of an iteration moves, a rank's share."""
 
     ids: float
     """Ids that the rank sends to tables' owners."""
@@ -52,7 +55,7 @@ class TableWork(NamedTuple):
     lookup: float
     """Bytes of device memory read and written by the lookup."""
     update: float
-    """And by the table update."""
+    """Bytes of device memory read and written by the table update."""
 
 
 class Work(Protocol):
@@ -90,7 +93,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """When a run to a target evaluates, in iterations."""
+    """Iterations at which a run to a target evaluates."""
 
     every: int
     first: int
@@ -103,6 +106,33 @@ def parts_of_epoch(train_samples: int, global_batch_size: int, evaluations: int)
     """Returns MLPerf's cadence up to v6.0: every floor(train samples / (evaluations * global batch)) iterations."""
     every = max(1, train_samples // (evaluations * global_batch_size))
     return Evaluations(every=every, first=every, at_end=True)
+
+
+class Published(NamedTuple):
+    """A published MLPerf result, from its logs."""
+
+    system: str
+    source: str
+    global_batch_size: int
+    ms_per_iteration: float
+    """Milliseconds an iteration, without evaluation."""
+    minutes: float
+    """Minutes from run_start to the target."""
+    eval_seconds: float | None = None
+    """Seconds of one evaluation."""
+
+
+class SubmissionWords(NamedTuple):
+    """Words on a benchmark in the files that a submission needs beside the source code."""
+
+    folder: str
+    """The benchmark's folder in dlrm/, with data/preprocess.py, data/dataset.py and network.py."""
+    raw: str
+    """The data that preprocessing starts from."""
+    order: str
+    """The order in which a run reads its samples."""
+    data_flags: str
+    """Flags of `dlrm-bench data` that choose the benchmark, with a space after them; empty for the default one."""
 
 
 class Ruleset(Protocol):
@@ -142,6 +172,16 @@ class Ruleset(Protocol):
     @property
     def pinned_to_data(self) -> frozenset[str]:
         """Keys of which the open division too allows values of MLPerf's own data alone."""
+        ...
+
+    @property
+    def published(self) -> tuple[Published, ...]:
+        """Published results, computed as bench/mlperf/published_logs.py does."""
+        ...
+
+    @property
+    def submission_words(self) -> SubmissionWords:
+        """Words for the files of a submission."""
         ...
 
     def hyperparameters(
@@ -253,11 +293,14 @@ class Benchmark:
     data_command: DataCommand | None = None
     """Makes and checks its data; None where there are no files."""
     cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
-    """When a run to a target evaluates: of the training samples of an epoch, the global batch size and
+    """Evaluations of a run to a target, from the training samples of an epoch, the global batch size and
     --evaluations-per-epoch."""
     sample_sizes: "Callable[[Dataset, TrainingConfig, int, range], SampleSizes] | None" = None
     """Measures the sizes of samples on which a world size trains in a range of iterations, counted from 0; None where
     the configuration says all that `work` asks for."""
+    table_ids: "Callable[[TrainingConfig, HostBatch], Sequence[NDArray[np.int32]]] | None" = None
+    """Returns the ids that a batch of its data names in each table, [any]; None where the model makes ids of what a
+    batch holds."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
     """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
     the static pipeline does not train the benchmark."""

@@ -77,7 +77,7 @@ class DataOptions(Protocol):
 
     @property
     def id_statistics(self) -> IdStatistics:
-        """How often the ids of a run's batches name the same rows."""
+        """Statistics of how often the ids of a run's batches name the same rows."""
         ...
 
 

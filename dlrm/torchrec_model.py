@@ -55,14 +55,15 @@ class TorchRecModel:
     """Returns a batch of zeros in host memory, as the data set would."""
     dense_optimizer: MakesOptimizer
     dense_states: Mapping[str, str]
-    """For each saved state of the dense optimizer, the suffix of its key after the weight's key."""
+    """Suffix of the key of each saved state of the dense optimizer, after the weight's key."""
     dense_updates_tables: bool = False
     """Whether the dense optimizer is the tables' too, so that it updates data-parallel tables along with the rest."""
     constraints: Mapping[str, ParameterConstraints] | None = None
     """Constraints for TorchRec's planner, by table; for models of EmbeddingBagCollections alone. None: tables are
     sharded table-wise, over the ranks in turn."""
     by_rows: bool = False
-    """Without constraints: split each table by rows over all ranks, as tables larger than a rank's memory require."""
+    """Whether each table is split by rows over all ranks, as tables larger than a rank's memory require; without
+    constraints."""
     drops_repeats: bool = False
     """Whether a rank asks for the rows of an EmbeddingCollection that its batch names once each (use_index_dedup), on
     GPUs: FBGEMM has no such operator for CPUs."""

@@ -11,7 +11,7 @@ five-stage or static, and adds the options of that pipeline. Two flags show what
 torchrun: --print-config prints the resolved configuration, --print-plan [RANKS] the tables of each rank of the static
 pipeline, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are those of an H200; with
 --limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have --gpus-per-node GPUS,
-8 by default, and between them --network-gb-s RATE a GPU, 45 GB/s by default.
+8 by default, between them --network-gb-s RATE a GPU, 45 GB/s by default, and --host-memory-gb GB, 137 a GPU by default.
 """
 
 import argparse
@@ -53,6 +53,7 @@ def parse(arguments: list[str]) -> RunConfig:
     first.add_argument("--print-plan", type=int, nargs="?", metavar="RANKS", const=os.environ.get("WORLD_SIZE", "8"))
     first.add_argument("--gpus-per-node", type=int, metavar="GPUS")
     first.add_argument("--network-gb-s", type=float, metavar="RATE")
+    first.add_argument("--host-memory-gb", type=float, metavar="GB")
     first.add_argument("--limits", type=Path, metavar="FILE")
     chosen, rest = first.parse_known_args(arguments)
     config = parse_run(chosen.preset, chosen.pipeline, rest, __doc__ or "", os.environ.get("LOCAL_RANK", "0") == "0")
@@ -63,9 +64,9 @@ def parse(arguments: list[str]) -> RunConfig:
         from dlrm_bench.bench.plan_table import costs_at, print_plan, topology_of
 
         topology = topology_of(chosen.print_plan, chosen.gpus_per_node, chosen.network_gb_s)
-        print_plan(config, topology, costs_at(chosen.limits))
+        print_plan(config, topology, costs_at(chosen.limits, chosen.host_memory_gb, topology))
         sys.exit()
-    for flag in ("limits", "gpus_per_node", "network_gb_s"):
+    for flag in ("limits", "gpus_per_node", "network_gb_s", "host_memory_gb"):
         if getattr(chosen, flag) is not None:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is for --print-plan: leave it out, or add --print-plan")

@@ -5,8 +5,8 @@ parts of them, by their index (checkpoint_index.py): the pipeline, the number of
 columns may differ from those that wrote. No rank's host memory holds more than some pieces at a time.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_files import Wanted, read_pieces, write_pieces
 from dlrm_bench.pipeline.checkpoint_index import (
     THREADS,
@@ -21,13 +22,14 @@ from dlrm_bench.pipeline.checkpoint_index import (
     Index,
     Piece,
     Place,
+    Slices,
     common,
     damaged_others,
     other_files,
     read_index,
     write_index,
 )
-from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, full_shape
+from dlrm_bench.pipeline.state import RowsByIds, StateBlocks, TensorBlock, full_shape
 
 _PIECE_BYTES = 32 * 2**20
 """Largest piece that is copied to the host and written at a time."""
@@ -60,31 +62,52 @@ def pin_memory() -> None:
     del pieces
 
 
+@dataclass(frozen=True, slots=True)
+class OwnPieces:
+    """Pieces of a state that one rank writes."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of the full tensors, of all ranks."""
+    pieces: Sequence[tuple[Place, Tensor | StoredRows]]
+    """Its pieces, fp32 of one device."""
+
+
+def own_pieces(blocks: StateBlocks, rank: int) -> OwnPieces:
+    """Returns the pieces of a state that `rank` writes, in the memory of the blocks."""
+    shapes = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+    return OwnPieces(shapes, list(_owned(blocks, rank)))
+
+
 def write_state(
-    folder: Path, blocks: StateBlocks, rank: int, group: dist.ProcessGroup, on_piece: Callable[[], None]
+    folder: Path, state: OwnPieces, rank: int, group: dist.ProcessGroup, on_piece: Callable[[], None], nice: int = 0
 ) -> None:
     """Writes the state to `folder`, and returns once all ranks' files are on disk. Collective over `group`, of gloo.
 
     The index has the checksums of other .json files that the folder holds by then.
 
-    on_piece: called after each piece, by any thread. CheckpointError, on every rank, where any rank cannot.
+    on_piece: called after each piece, by any thread. nice: of the writing threads, as nice(1) counts. CheckpointError,
+    on every rank, where any rank cannot.
     """
     written: list[Piece] = []
 
     def write() -> None:
-        written.extend(write_pieces(folder, rank, list(_owned(blocks, rank)), on_piece))
+        written.extend(write_pieces(folder, rank, state.pieces, on_piece, nice))
 
-    _on_all_ranks(write, group)
-    of_ranks: list[list[Piece]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(of_ranks, written, group)
-    pieces = tuple(piece for of_rank in of_ranks for piece in of_rank)
-    shapes = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+    on_all_ranks(write, group)
+    pieces = gathered(written, group)
 
     def index() -> None:
         if rank == 0:
-            write_index(folder, Index(shapes, pieces, other_files(folder)))
+            write_index(folder, Index(state.shapes, pieces, other_files(folder)))
 
-    _on_all_ranks(index, group)
+    on_all_ranks(index, group)
+
+
+def gathered(pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> tuple[Piece, ...]:
+    """Returns the pieces of all ranks, in their order. Collective over `group`; None: over all ranks."""
+    of_ranks: list[Sequence[Piece]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, pieces, group)
+    return tuple(piece for of_rank in of_ranks for piece in of_rank)
 
 
 def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> None:
@@ -98,16 +121,17 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
         _check_shapes(folder, index, blocks)
         for line in damaged_others(folder, index):
             raise CheckpointError(line)
-        read_pieces(folder, list(_wanted(index, blocks)))
+        read_pieces(folder, list(_wanted(index, blocks, _chosen(folder, index, blocks))))
 
     try:
-        _on_all_ranks(read, group)
+        on_all_ranks(read, group)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
-def _on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup) -> None:
-    """Does each rank's work; the error of the first rank that fails is raised on every rank. Collective."""
+def on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Does each rank's work; the error of the first rank that fails is raised on every rank. Collective over `group`;
+    None: over all ranks, by the default group."""
     failure: str | None = None
     try:
         work()
@@ -128,7 +152,7 @@ def _key(kind: str, key: str) -> str:
     return f"{kind}/{key}"
 
 
-def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor]]:
+def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor | StoredRows]]:
     """Yields the tensors that this rank writes, in pieces; one rank writes a tensor that several hold."""
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():
@@ -142,24 +166,59 @@ def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor]]:
                     yield Place(_key(kind, key), start, tuple(part.shape), block.row_step), part
 
 
+def _chosen_of(piece: Piece, by_ids: RowsByIds, chosen: Tensor) -> Iterator[tuple[tuple[Tensor], Tensor]]:
+    """Yields the chosen rows of a piece, and the memory for them."""
+    kind, _, key = piece.place.tensor.partition("/")
+    if key == by_ids.key:
+        return
+    start = piece.place.start[0]
+    first, end = torch.searchsorted(chosen, torch.tensor([start, start + piece.place.shape[0]])).tolist()
+    if end > first:
+        yield (chosen[first:end] - start,), by_ids.memory[kind][first:end]
+
+
 def _check_shapes(folder: Path, index: Index, blocks: StateBlocks) -> None:
     needed = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
+    for kind, of_kind in _kinds(blocks):
+        for key, of_key in of_kind.items():
+            if any(block.by_ids is not None for block in of_key):  # of any number of rows
+                rows = index.tensors.get(_key(kind, key), (0,))[0]
+                needed[_key(kind, key)] = (rows, *needed[_key(kind, key)][1:])
     for key in sorted(index.tensors.keys() | needed.keys()):
         if index.tensors.get(key) != needed.get(key):
             has, needs = index.tensors.get(key, "nothing"), needed.get(key, "nothing")
             raise CheckpointError(
                 f"{folder} is of another model: {key}: it has {has}, needed is {needs}; give both runs the same "
-                "--model flags and the same --optimizer.embedding"
+                "--model flags, the same --optimizer.embedding, and --dynamic-rows or no --dynamic-rows"
             )
 
 
-def _wanted(index: Index, blocks: StateBlocks) -> Iterator[Wanted]:
-    """Yields the pieces that this rank needs, in the order of their files."""
+def _chosen(folder: Path, index: Index, blocks: StateBlocks) -> Tensor | None:
+    """Returns the rows with ids that this rank reads, see RowsByIds; None where rows have none."""
+    of_blocks = (block.by_ids for of_key in blocks.weights.values() for block in of_key)
+    by_ids = next((found for found in of_blocks if found is not None), None)
+    if by_ids is None:
+        return None
+    key = _key("weights", by_ids.key)
+    ids = torch.empty(index.tensors[key], dtype=torch.float32)
+    pieces = [piece for piece in index.pieces if piece.place.tensor == key]
+    of_piece = ((piece.place.start[0], piece.place.shape[0]) for piece in pieces)
+    targets = [((slice(None),), ids[first : first + rows]) for first, rows in of_piece]
+    read_pieces(folder, [Wanted(piece, [target]) for piece, target in zip(pieces, targets, strict=True)])
+    return by_ids.choose(ids.view(torch.int32))
+
+
+def _wanted(index: Index, blocks: StateBlocks, chosen: Tensor | None = None) -> Iterator[Wanted]:
+    """Yields the pieces that this rank needs, in the order of their files. chosen: the rows of tensors whose rows have
+    ids."""
     by_key = {_key(kind, key): of_key for kind, of_kind in _kinds(blocks) for key, of_key in of_kind.items()}
     for piece in sorted(index.pieces, key=lambda piece: (piece.file, piece.offset)):
-        targets = []
+        targets: list[tuple[Slices | tuple[Tensor], Tensor | StoredRows]] = []
         for block in by_key[piece.place.tensor]:
-            if block.local is not None:
+            if block.by_ids is not None:
+                if block.local is not None and chosen is not None:
+                    targets += _chosen_of(piece, block.by_ids, chosen)
+            elif block.local is not None:
                 place = Place(piece.place.tensor, block.start, block.shape, block.row_step)
                 shared = common(piece.place, place)
                 if shared is not None:

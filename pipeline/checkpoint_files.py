@@ -5,6 +5,7 @@ written, so that a count of pieces shows a disk that does not answer within one 
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_index import THREADS, Piece, Place, Slices, checksum, read_piece
 
 
@@ -22,17 +24,22 @@ class Wanted:
     """A piece to read, and where its elements go."""
 
     piece: Piece
-    targets: list[tuple[Slices, Tensor]]
-    """Elements of the piece, and the memory for them."""
+    targets: Sequence[tuple[Slices | tuple[Tensor], Tensor | StoredRows]]
+    """Elements of the piece, or the numbers of some of its rows, int64 on the host, and the memory for them."""
 
 
 def write_pieces(
-    folder: Path, rank: int, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None]
+    folder: Path,
+    rank: int,
+    pieces: Sequence[tuple[Place, Tensor | StoredRows]],
+    on_piece: Callable[[], None],
+    nice: int = 0,
 ) -> list[Piece]:
     """Writes pieces, fp32 of one device, to THREADS files, which are on disk when it returns; returns the place of
     each.
 
-    on_piece: called once a piece is on disk, by any thread. OSError, with the file's name, where the disk has no room.
+    on_piece: called once a piece is on disk, by any thread. nice: of these threads, as nice(1) counts. OSError, with
+    the file's name, where the disk has no room.
     """
     shares = [pieces[i::THREADS] for i in range(min(THREADS, len(pieces)))]
 
@@ -43,19 +50,31 @@ def write_pieces(
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    def give_way() -> None:  # Linux has a nice value for each thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+    with ThreadPoolExecutor(THREADS, initializer=give_way if nice else None) as pool:
         return [piece for of_file in pool.map(write, range(len(shares))) for piece in of_file]
 
 
-def _write(path: Path, pieces: Sequence[tuple[Place, Tensor]], on_piece: Callable[[], None]) -> list[Piece]:
+def _write(
+    path: Path, pieces: Sequence[tuple[Place, Tensor | StoredRows]], on_piece: Callable[[], None]
+) -> list[Piece]:
     device, offset, written = pieces[0][1].device, 0, []
-    with path.open("wb") as file, _staging(max(place.nbytes for place, _ in pieces), device) as staging:
+    ready = all(
+        isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.is_contiguous() for _, tensor in pieces
+    )
+    size = 0 if ready else max(place.nbytes for place, _ in pieces)
+    with path.open("wb") as file, _staging(size, device) as staging:
         for place, tensor in pieces:
             assert tensor.dtype == torch.float32
-            host = staging[: place.nbytes]
-            host.view(torch.float32).view(place.shape).copy_(tensor, non_blocking=True)
-            _wait(device)
-            data = host.numpy().data
+            values = tensor if isinstance(tensor, Tensor) else tensor.clone()
+            host = values
+            if not ready:
+                host = staging[: place.nbytes].view(torch.float32).view(place.shape)
+                host.copy_(values, non_blocking=True)
+                _wait(device)
+            data = host.detach().view(-1).numpy().data.cast("B")
             written.append(Piece(place, path.name, offset, checksum(data)))
             offset += file.write(data)
             file.flush()

@@ -1,7 +1,8 @@
 """The index of a checkpoint: the file and the bytes of each part of each tensor, and its checksum.
 
 index.json stands beside files of plain fp32 numbers, so that reading a checkpoint runs no code from it. It is checked
-like any input: names of files stay in the folder, and the pieces of a tensor cover it once. Needs no torch.
+like any input: names of files stay in the folder, and the pieces of a tensor cover it once. A snapshot in memory has an
+index without checksums: these are taken when it is written to disk. Needs no torch.
 """
 
 import json
@@ -58,8 +59,8 @@ class Piece:
     file: str
     offset: int
     """First byte in the file."""
-    crc32: int
-    """zlib's checksum of all its bytes."""
+    crc32: int | None
+    """zlib's checksum of all its bytes; None in a snapshot in memory."""
 
     @property
     def name(self) -> str:
@@ -82,15 +83,24 @@ class Index:
         """Bytes of all tensors."""
         return sum(4 * prod(shape) for shape in self.tensors.values())
 
+    @property
+    def unchecked(self) -> bool:
+        """Whether it lacks checksums, as that of a snapshot in memory."""
+        return any(piece.crc32 is None for piece in self.pieces)
 
-def write_index(folder: Path, index: Index) -> None:
-    """Writes index.json; it is on disk when this returns. OSError where it cannot be."""
+
+def index_text(index: Index) -> str:
+    """Returns the content of index.json."""
     pieces = [{**asdict(piece.place), **asdict(piece)} for piece in index.pieces]
     for piece in pieces:
         del piece["place"]
-    content = {"format": _FORMAT, "tensors": index.tensors, "pieces": pieces, "others": index.others}
+    return json.dumps({"format": _FORMAT, "tensors": index.tensors, "pieces": pieces, "others": index.others})
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Writes index.json; it is on disk when this returns. OSError where it cannot be."""
     with (folder / INDEX_JSON).open("w", encoding="utf-8") as file:
-        json.dump(content, file)
+        file.write(index_text(index))
         file.flush()
         os.fsync(file.fileno())
 
@@ -101,7 +111,7 @@ def read_index(folder: Path) -> Index:
     if not path.exists() and (folder / ".metadata").exists():
         raise CheckpointError(
             f"{folder} is a checkpoint of an earlier version, whose index is a pickle, which may run code: it is not "
-            "read; resume with the version that wrote it, or train anew"
+            "read; resume with the version that wrote it, or train from the start"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -142,7 +152,7 @@ def _piece(number: int, of: Any, tensors: dict[str, tuple[int, ...]]) -> Piece:
     row_step: Any = of.get("row_step")
     if not (_counts(start) and _counts(shape, least=1) and _counts([row_step], least=1)):
         raise ValueError(f"piece {number} has start {start!r:.80}, shape {shape!r:.80} and row_step {row_step!r:.80}")
-    if not _counts([of.get("offset"), of.get("crc32")]):
+    if not _counts([of.get("offset")]) or not ("crc32" in of and (of["crc32"] is None or _counts([of["crc32"]]))):
         raise ValueError(f"piece {number} has offset {of.get('offset')!r:.80} and crc32 {of.get('crc32')!r:.80}")
     steps = (row_step, *(1 for _ in full[1:]))
     if len(start) != len(full) or len(shape) != len(full):
@@ -222,8 +232,8 @@ def checksum(data: Any) -> int:
 
 
 def read_piece(folder: Path, piece: Piece, data: memoryview) -> None:
-    """Fills `data`, of the piece's size, with its bytes. CheckpointError, naming file and bytes, where these are not
-    those that were written; OSError where they cannot be read."""
+    """Fills `data`, of the piece's size, with its bytes. CheckpointError, naming file and bytes, where there are too
+    few, or these are not those that its checksum is of; OSError where they cannot be read."""
     with (folder / piece.file).open("rb", buffering=0) as file:
         file.seek(piece.offset)
         done = 0
@@ -232,7 +242,7 @@ def read_piece(folder: Path, piece: Piece, data: memoryview) -> None:
             if not count:
                 raise CheckpointError(f"{piece.name}, of {piece.place.tensor}: the file is truncated")
             done += count
-    if checksum(data) != piece.crc32:
+    if piece.crc32 is not None and checksum(data) != piece.crc32:
         raise CheckpointError(f"{piece.name}, of {piece.place.tensor}, are damaged: their checksum is another")
 
 

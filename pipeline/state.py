@@ -4,11 +4,13 @@ them.
 Keys are the benchmark's, the same for every pipeline that trains it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +22,12 @@ class TensorBlock:
     start: tuple[int, ...]
     """Index of its first element in the full tensor."""
     shape: tuple[int, ...]
-    local: Tensor | None
+    local: Tensor | StoredRows | None
     """The memory, of this shape, on every rank that holds the block; None elsewhere."""
     row_step: int = 1
     """Distance of its rows in the full tensor."""
+    by_ids: "RowsByIds | None" = None
+    """Choice of the rows that a rank reads, where these have ids: others than it wrote, and more or less of them."""
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -36,6 +40,19 @@ class TensorBlock:
     def whole(cls, local: Tensor) -> "TensorBlock":
         """Returns the one block of a tensor that every rank holds in full."""
         return cls(0, (0,) * local.dim(), tuple(local.shape), local)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsByIds:
+    """Rows that are saved with their ids, of which there are as many as there are."""
+
+    key: str
+    """Key of the tensor, among the weights, that has the ids: [rows, columns], numbers of 32 bits."""
+    choose: Callable[[Tensor], Tensor]
+    """Returns which of all saved rows become the first, second, ... of this rank's memory, int64 [n], ascending: of the
+    ids of all, int32 [rows, columns] on the host. ValueError where these are too many."""
+    memory: Mapping[str, Tensor]
+    """This rank's memory, fp32, for weights and optimizer, under these names."""
 
 
 TensorBlocks = dict[str, list[TensorBlock]]

@@ -2,10 +2,13 @@
 ranks."""
 
 import faulthandler
+import functools
 import gc
 import logging
 import os
 import pickle
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,7 @@ if not torch.cuda.is_available():
     # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Each test has one of two cores that two workers share; OpenMP's threads would only wait for one another.
+# Workers and ranks share the cores; OpenMP's threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
@@ -46,11 +49,27 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that start processes take longest, and none of them may be the last that one worker is left with.
+    items.sort(key=lambda item: not _starts_processes(item.path))
     gpus = torch.cuda.device_count()
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus}"))
+
+
+@functools.cache
+def _starts_processes(file: Path) -> bool:
+    return re.search("run_ranks|tests.launched|subprocess", file.read_text(encoding="utf-8")) is not None
+
+
+def pytest_collection_finish() -> None:
+    if "dlrm_bench.dlrm.dlrmv4.data.builder" in sys.modules:  # the tests to come may build batches in ranks
+        launching._PRELOADED.append("tests.dlrm.dlrmv4.compiled_loops")
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest's own last collections would look through all that was imported, for seconds
 
 
 class _ResultPickler(pickle.Pickler):

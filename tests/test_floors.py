@@ -1,9 +1,10 @@
 """The house rules that a reader of the tree relies on: who may import whom, one training loop, short files."""
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield str(argument.value)
 
 
+@functools.cache
+def imports_of(path: Path) -> tuple[str, ...]:
+    """Every module that a file imports; files are read once."""
+    return tuple(imported(ast.parse(path.read_text())))
+
+
 def called(call: ast.Call) -> str:
     """Returns the last name of the called function: `f` of f(), a.f() and a.b.f()."""
     function = call.func
@@ -50,14 +57,14 @@ def folder_of(module: str) -> str:
     return names[1] if names[0] == PACKAGE and len(names) > 1 else ""
 
 
-def higher_floors(path: Path, tree: ast.AST) -> list[str]:
+def higher_floors(path: Path, names: Iterable[str]) -> list[str]:
     floor = FLOORS[path.parts[0]]
-    return [name for name in imported(tree) if FLOORS.get(folder_of(name), 0) > floor]
+    return [name for name in names if FLOORS.get(folder_of(name), 0) > floor]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_imports_from_a_higher_floor(path):
-    assert higher_floors(path.relative_to(ROOT), ast.parse(path.read_text())) == []
+    assert higher_floors(path.relative_to(ROOT), imports_of(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -71,8 +78,8 @@ def test_no_file_imports_from_a_higher_floor(path):
     ],
 )
 def test_the_check_sees_every_form_of_import(source):
-    assert higher_floors(Path("dlrm/dcnv2/network.py"), ast.parse(source)) != []
-    assert higher_floors(Path("launch/dlrm.py"), ast.parse(source)) == []
+    assert higher_floors(Path("dlrm/dcnv2/network.py"), imported(ast.parse(source))) != []
+    assert higher_floors(Path("launch/dlrm.py"), imported(ast.parse(source))) == []
 
 
 def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
@@ -82,7 +89,7 @@ def test_the_static_pipeline_and_what_it_stands_on_know_no_model():
     models = tuple(f"{PACKAGE}.{name}" for name in ("dlrm.dcnv2", "dlrm.dlrmv4", "dlrm.zoo", "dlrm.benchmarks"))
     assert len(files) > 40
     for path in files:
-        assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(models)] == [], path
+        assert [name for name in imports_of(path) if name.startswith(models)] == [], path
 
 
 MODELS = ("dlrm_bench.dlrm.dcnv2", "dlrm_bench.dlrm.dlrmv4", "dlrm_bench.dlrm.zoo", "torchrec.models")
@@ -127,15 +134,15 @@ def test_the_check_sees_every_import_of_a_model(source):
 def test_modules_are_imported_by_one_name():
     """pip installs dlrm_bench alone: `import bench` would work in a checkout and nowhere else."""
     for path in FILES:
-        names = [name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] in FLOORS]
+        names = [name for name in imports_of(path) if name.split(".")[0] in FLOORS]
         assert names == [], path
 
 
-def outside(path: Path, product: Path, tree: ast.AST) -> list[str]:
-    """Modules of ours that a file of a product imports from outside of it."""
+def outside(path: Path, product: Path, names: Iterable[str]) -> list[str]:
+    """Modules of ours that a file of a product, which imports these names, imports from outside of it."""
     depth = len(path.relative_to(product).parts)  # dots that stay within it
     found = []
-    for name in imported(tree):
+    for name in names:
         dots = len(name) - len(name.lstrip("."))
         if name.split(".")[0] in (PACKAGE, *FLOORS) or dots > depth:
             found.append(name)
@@ -150,14 +157,14 @@ def files_of(product: str) -> list[Path]:
 def test_a_product_imports_nothing_of_the_rest(product):
     assert len(files_of(product)) > 4
     for path in files_of(product):
-        assert outside(path, ROOT / product, ast.parse(path.read_text())) == [], path
+        assert outside(path, ROOT / product, imports_of(path)) == [], path
 
 
 def test_the_check_sees_what_lies_outside_of_a_product():
     product = ROOT / "bench" / "doctor"
     for source in ("from dlrm_bench.bench import ROOT", "from .. import ROOT", "from ..report.plots import WIDTH"):
-        assert outside(product / "frames.py", product, ast.parse(source)) != []
-    assert outside(product / "frames.py", product, ast.parse("from .rank_file import Frame")) == []
+        assert outside(product / "frames.py", product, imported(ast.parse(source))) != []
+    assert outside(product / "frames.py", product, imported(ast.parse("from .rank_file import Frame"))) == []
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -176,7 +183,7 @@ def test_relative_imports_are_the_products_alone():
     products = {path for product in APART for path in files_of(product)}
     for path in FILES:
         if path not in products:
-            assert [name for name in imported(ast.parse(path.read_text())) if name.startswith(".")] == [], path
+            assert [name for name in imports_of(path) if name.startswith(".")] == [], path
 
 
 @pytest.mark.parametrize("room", ["records", "stats", "compare", "report", "history"])
@@ -208,7 +215,7 @@ def test_every_folder_of_modules_is_a_package():
 
 def test_nothing_outside_the_tests_imports_them():
     for path in FILES:
-        assert not [name for name in imported(ast.parse(path.read_text())) if name.split(".")[0] == "tests"], path
+        assert not [name for name in imports_of(path) if name.split(".")[0] == "tests"], path
 
 
 def training_calls(tree: ast.AST) -> int:

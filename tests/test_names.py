@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ _LOOKS_LIKE_A_NAME = r"[A-Za-z]\w*(?:_\w+|(?:\.\w+)+|[a-z][A-Z]\w*)"
 _SEE = re.compile(rf"\b[Ss]ee (?:the )?({_LOOKS_LIKE_A_NAME})")
 _WORD = re.compile(r"[A-Za-z_]\w*(?:-[A-Za-z]\w*)*")
 _COMMENT = re.compile(r"//(.*)")  # of CUDA C++
+_NEITHER_VERB_NOR_NOUN = re.compile(
+    r"(What|Where|When|Which|Who|Why|How|If|As|At|By|For|From|In|Of|On|To|With|Within|Without|Between|Beside|Before|After)\b"
+)
 
 LANGUAGE = {*keyword.kwlist, *dir(builtins), *sys.stdlib_module_names, "__global__"}
 OTHERS_FILES = {
@@ -147,19 +151,36 @@ def tracked() -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_docstrings_and_comments_name_what_there_is():
+@cache
+def read_sources() -> dict[Path, str]:
+    """Returns the text of each file of code, by its path from the root on."""
     sources = [*FILES, *(ROOT / "examples").glob("*.py")]
     sources += [path for floor in FLOORS for kind in ("*.cu", "*.cuh") for path in (ROOT / floor).rglob(kind)]
-    read = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted(sources)}
+    return {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted(sources)}
+
+
+@cache
+def every_text() -> tuple[Text, ...]:
+    """Returns every docstring and comment."""
+    return tuple(text for path, source in read_sources().items() for text in texts(path, source))
+
+
+def test_docstrings_and_comments_name_what_there_is():
+    read = read_sources()
     paths = tracked()
     names = {word for path in paths if not path.startswith("results/") for word in re.findall(r"\w+", path)}
     names |= LANGUAGE.union(*(names_of(path, source) for path, source in read.items()))
     files = {*paths, *(name for theirs in OTHERS_FILES.values() for name in theirs)}
     files = files.union(*(files_named_in(source) for path, source in read.items() if path.suffix == ".py"))
-    every = [text for path, source in read.items() for text in texts(path, source)]
-    assert len(every) > 3000
-    found = [f"{text.path}:{text.line} {name}" for text in every for name in unknown(text, names, files)]
+    assert len(every_text()) > 3000
+    found = [f"{text.path}:{text.line} {name}" for text in every_text() for name in unknown(text, names, files)]
     assert found == []
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """Or, of a truth value, with "Whether"; so that the first words say what is returned or held."""
+    wrong = [text for text in every_text() if _NEITHER_VERB_NOR_NOUN.match(text.text)]
+    assert [f"{text.path}:{text.line} {text.text[:40]!r}" for text in wrong] == []
 
 
 def test_others_files_are_named_somewhere():

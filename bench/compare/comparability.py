@@ -55,7 +55,7 @@ _KNOWN = "environment"
 _SET_WHILE_RUNNING = {"TORCH_SYMMMEM_IMPLICIT_POOL", "TORCHINDUCTOR_CACHE_DIR"}
 """Set by dlrm/runtime/peer_memory.py and by torch itself, as the compared options ask for it."""
 WARMUP = "number of warm-up iterations"
-"""Where the warm-up has a time too, as configured: how many iterations that takes varies from run to run."""
+"""The configured number, where the warm-up has a time too: the number of iterations that it takes varies by run."""
 BOOT = "boot of the machine"
 """Setting that tells machines of one description apart where no GPU does."""
 MUST_BE_KNOWN = {

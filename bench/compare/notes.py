@@ -23,7 +23,7 @@ def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
     if result.verdict == NO_VERDICT:
         yield f"no verdict: {WAY_OUT}"
     if accepted:
-        yield f"{ACCEPT}: a verdict in spite of what differs: {'; '.join(accepted)}"
+        yield f"{ACCEPT}: a verdict in spite of differences: {'; '.join(accepted)}"
     if result.references is not None:
         old, new = (side.label for side in result.references)
         yield (

@@ -17,7 +17,7 @@ from dlrm_bench.bench.stats.statistics import welch
 
 ACCEPT = "--accept-blocked-order"
 WAY_OUT = (
-    "what changed between the runs of both sides would look like a difference. Run them in turn (A B B A), as "
+    "a change between the runs of both sides would look like a difference. Run them in turn (A B B A), as "
     "`dlrm-bench ladder` does; or name runs of one program beside both (--reference OLD NEW); or take the risk "
     f"({ACCEPT})"
 )
@@ -43,7 +43,7 @@ def confounded(a: Side, b: Side) -> Iterator[str]:
         return
     machines = [{machine for machine in side.machines if machine} for side in (a, b)]
     if all(machines) and not machines[0] & machines[1]:
-        yield "the runs of A and those of B were on different machines, or on one before and after it was started anew"
+        yield "the runs of A and those of B were on different machines, or on one machine before and after a reboot"
     order = _order(a, b)
     if sum(first != second for first, second in pairwise(order)) == 1:
         first, second, name = (a, b, "A") if order[0] == 0 else (b, a, "B")

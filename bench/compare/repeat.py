@@ -15,6 +15,7 @@ _NOT_REPEATED = {
     "run_id",
     "results_dir",
     "checkpoint",
+    "snapshot",
     "resume",
     "world_size",
     "global_batch_size",

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import NamedTuple, TypedDict
 
 from . import cuda_calls as cuda
-from .findings import Finding, Seen, findings_of, seen_by
+from .findings import Finding, Seen, findings_of, reads_within_model, seen_by
 from .flame import Box, tree_of
 from .interpreter_lock import Samples
 from .judge import Place
@@ -86,7 +86,7 @@ class Diagnosis(TypedDict):
     versions: dict[str, str]
     world_size: int
     found_by: str
-    """How iterations were found: mark, progress (of a pipeline) or optimizer (its step)."""
+    """The sign by which iterations were found: mark, progress (of a pipeline) or optimizer (its step)."""
     iterations: int
     """Those that were timed."""
     iteration_ms: float
@@ -193,6 +193,7 @@ def diagnose(
             parts,
             graphs=any(s["calls"].get(cuda.GRAPH_LAUNCH) for s in summaries),
             pipelined=first["found_by"] == "progress",
+            keeps_out=list(dict.fromkeys(what for one in seen for what in _keeps_out(*one))),
         ),
         notes=_notes(ranks, summaries[slowest]),
     )
@@ -268,6 +269,10 @@ def _summary(
         collective_transfer_ms=together.transfers_ms.get(rank["rank"]),
         late_ms=together.late[rank["rank"]].ms if together.late else None,
     )
+
+
+def _keeps_out(rank: RankFile, seen: Mapping[Place, Seen]) -> list[str]:
+    return [*rank.get("keeps_out", []), *reads_within_model(rank, seen)]
 
 
 def _notes(ranks: Sequence[RankFile], slowest: RankSummary) -> list[str]:

@@ -80,13 +80,16 @@ def examine(
     ExaminationError if the command fails, ValueError if it has too few iterations.
     """
     settings = Settings(folder=str(folder), warmup=warmup, iterations=iterations, keep_running=keep_running)
+    needed = iterations_needed(warmup, iterations)
     ranks = RankWatch(folder)
     with LockWatch(folder) as watch:
         status = _run(command, environment_with_hook(folder / "site", settings, environment), ranks)
     lost = ranks.lost or dead_ranks(folder)
     if lost and not ended_early(folder):  # a launcher ends the ranks beside one that raised
-        raise ExaminationError(f"rank {lost[0]} {why(folder, lost[0])}; the command ended with status {status}")
-    needed = iterations_needed(warmup, iterations)
+        raise ExaminationError(
+            f"rank {lost[0]} {why(folder, lost[0])}; the command ended with status {status}, and the doctor needs "
+            f"{needed} iterations"
+        )
     if status and not any(folder.glob("rank*.json")) and not any(folder.glob("rank*.error")):
         raise ExaminationError(f"`{shlex.join(command)}` ended with status {status} before the doctor was done")
     try:

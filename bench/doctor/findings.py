@@ -9,7 +9,7 @@ from typing import NamedTuple, TypedDict
 from . import cuda_calls as cuda
 from .cuda_calls import CudaCall
 from .frames import short_path
-from .judge import ALLOCATOR, D2H, METRIC, OUTSIDE, PRINT, PROCESS_GROUP, SHAPE, SYNC, Judge, Line, Place
+from .judge import ALLOCATOR, D2H, METRIC, OUTSIDE, PRINT, PROCESS_GROUP, SHAPE, SYNC, SYNCHRONIZE, Judge, Line, Place
 from .rank_file import Call, Frame, RankFile
 from .samples import Estimate
 
@@ -61,7 +61,7 @@ class Finding(TypedDict):
     detail: str
     """Further facts; empty for most."""
     reads: list["Read"]
-    """For a metric: the lines of its library at which the host waits."""
+    """Lines of a metric's library at which the host waits; empty for other findings."""
     worst_ms: float | None
     """The rank with the most: its time."""
     waits: float
@@ -69,6 +69,10 @@ class Finding(TypedDict):
     copies: dict[str, float]
     """Copies by direction and kind of host memory."""
     suggestion: str
+
+
+_READS = (SYNC, SYNCHRONIZE, D2H, PRINT, METRIC)
+"""Kinds of findings that a CUDA graph cannot hold."""
 
 
 @dataclass(slots=True)
@@ -81,7 +85,7 @@ class Seen:
     copies: Counter[str] = field(default_factory=Counter)
     calls: list[Call] = field(default_factory=list)
     reads: Counter[Line] = field(default_factory=Counter)
-    """For a metric: lines of its library that wait."""
+    """Lines of a metric's library that wait; empty for other findings."""
     left_out: Estimate | None = None
     """Time that leaving it out removes, by samples; None where these cannot tell."""
     detail: str = ""
@@ -261,3 +265,13 @@ def _add(seen: Seen, us: float, cuda_calls: Iterable[CudaCall], call: Call | Non
         seen.waits += made.kind == cuda.SYNC
         if made.direction is not None:
             seen.copies[made.direction] += 1
+
+
+def reads_within_model(rank: RankFile, seen: Mapping[Place, Seen]) -> list[str]:
+    """Returns the user's lines that make the host wait within progress(), where a graph would hold them."""
+    lines = []
+    for place, of in seen.items():
+        inside = any(frame["function"] == "progress" for call in of.calls for frame in rank["stacks"][call["stack"]])
+        if place.kind in _READS and not place.library and place.user.file and inside:
+            lines.append(f"{place.user.file}:{place.user.line} reads the device within the model")
+    return lines

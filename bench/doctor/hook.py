@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -57,6 +58,8 @@ class _State:
     around_backward: Callable[[], Any] | None = None
     """Set while calls are recorded: a context for autograd's engine, which torch's override protocol leaves out."""
     inside_progress = threading.local()
+    pipeline: Any = None
+    """The pipeline whose progress() ran last, held weakly: a call that gives it, or None."""
     leader: int | None = None
     """The optimizer whose steps are iterations, by id: the first one that made a step."""
 
@@ -180,6 +183,7 @@ def _progress(function: Callable[..., Any]) -> Callable[..., Any]:
         inside = state.inside_progress
         depth = getattr(inside, "depth", 0)
         if depth == 0:
+            state.pipeline = weakref.ref(args[0]) if args else None
             boundary(PROGRESS)
         inside.depth = depth + 1
         try:

@@ -38,7 +38,7 @@ _LAUNCHES = re.compile(r"/(torch|torchrec|torchmetrics|torcheval|fbgemm_gpu|trit
 
 @dataclass(frozen=True, slots=True)
 class Recurring:
-    """Where work lies that comes every n-th iteration."""
+    """Place of work that comes every n-th iteration."""
 
     place: Place
     iterations: frozenset[int]

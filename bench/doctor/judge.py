@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
     kind: str
     user: Line
-    """Without a file where no line of Python is known."""
+    """The line of the script, without a file where no line of Python is known."""
     library: tuple[Line, ...]
     """The line that makes the call, and the one that calls its function; empty where it is the user's."""
 

@@ -1,4 +1,4 @@
-"""Findings that no call of torch shows, put beside those of calls, and what leaving each finding out takes away."""
+"""Findings that no call of torch shows, beside those of calls, and the gain of leaving each finding out."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from .stragglers import Together, more_gpu_work
 from .trace import STAGES, host_stages_of_loop
 
 SeenBy = Sequence[tuple[RankFile, dict[Place, Seen]]]
-"""Each rank with what it saw."""
+"""Each rank with its findings."""
 Events = Mapping[int, Sequence[dict[str, Any]]]
 """Each rank's trace, by rank."""
 _LINES = 15
@@ -26,7 +26,7 @@ _NO_LINE = Line("", 0, "no sample fell into it", "")
 
 
 class LineTime(TypedDict):
-    """A line of the script and what it calls in libraries, in an iteration without instruments."""
+    """Time of a line of the script and of its library calls, in an iteration without instruments."""
 
     file: str
     line: int
@@ -41,7 +41,7 @@ class LineTime(TypedDict):
 
 
 def add_host_findings(seen: SeenBy, events: Events) -> list[Periodic]:
-    """Adds what the samples show to what each rank saw; returns what comes every n-th iteration, costliest first."""
+    """Adds the findings of the samples to each rank's; returns the work of every n-th iteration, costliest first."""
     recurring = [recurring_work(rank) for rank, _ in seen]
     for (rank, own), works in zip(seen, recurring, strict=True):
         places = [work.recurring for work in works if work.recurring is not None]
@@ -111,7 +111,7 @@ def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms
 
 
 def line_times(rank: RankFile) -> list[LineTime]:
-    """The script's lines that take longest, without what other lines of it take that they call."""
+    """Returns the script's lines that take longest, without the time of other lines of the script that they call."""
     samples = Samples(rank)
     whole = sorted(_by_line(rank, samples).items(), key=lambda each: -sum(sample.ms for sample in each[1]))
     lines = []
@@ -148,7 +148,7 @@ def _slower_line(seen: SeenBy, late_rank: int) -> tuple[Line, float]:
 
 
 def _slower_stage(events: Events, late_rank: int, least_ms: float) -> str:
-    """Where the loop of this rank spends more than the mean of the others, by at least this."""
+    """Returns the stage in which the loop of this rank spends at least `least_ms` more than the mean of the others."""
     stages = {rank: host_stages_of_loop(own)[0] for rank, own in events.items()}
     others = [own for rank, own in stages.items() if rank != late_rank]
     more = {name: stages[late_rank][name] - fmean(own[name] for own in others) for name in STAGES}

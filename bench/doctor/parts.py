@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from .rank_file import RankFile
-from .trace import host_stages_of_loop
+from .trace import STAGES, host_stages_of_loop
 
 
 class Parts(TypedDict):
@@ -20,6 +20,8 @@ class Parts(TypedDict):
     """Input dist: copies of the batch, exchanges of splits and ids."""
     record_streams_ms: float
     """Calls of Tensor.record_stream."""
+    stages_ms: float
+    """All five stages of the pipeline: input dist, lookup, dense network, update of tables and of dense weights."""
     gpu_ms: float
     """Time of the GPU's work, collectives left out: no change of the host makes an iteration shorter."""
 
@@ -40,5 +42,6 @@ def parts_of(rank: RankFile, events: Sequence[dict[str, Any]], gpu_ms: float | N
         dense_ms=max(0.0, dense) * faster if known else 0.0,
         input_dist_ms=loop["input_dist"] * faster if known else 0.0,
         record_streams_ms=streams / 1000 / marked["iterations"] / slower,
+        stages_ms=sum(loop[name] for name in STAGES) * faster if known else 0.0,
         gpu_ms=gpu_ms or 0.0,
     )

@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from . import hook, leaving
+from .capture import of_pipeline
 from .interpreter_lock import loop_path, runtime_address
 from .marks import Marks, walk
 from .rank_file import (
@@ -279,6 +281,7 @@ class Examination:
             loop=self._loop,
             stacks=[] if self._marks is None else self._marks.stacks,
             calls=[] if self._marks is None else self._marks.calls,
+            keeps_out=_keeps_out(),
             **self._file,  # type: ignore[typeddict-item]
         )
         path = rank_path(self._folder, _rank())
@@ -321,6 +324,14 @@ def _cuda() -> bool:
 def _synchronize() -> None:
     if _cuda():
         torch.cuda.synchronize()
+
+
+def _keeps_out() -> list[str]:
+    """Returns nothing where a pipeline is another than those whose names are known."""
+    pipeline = None if hook.state.pipeline is None else hook.state.pipeline()
+    with suppress(Exception):
+        return of_pipeline(pipeline)
+    return []
 
 
 def _versions() -> dict[str, str]:

@@ -153,6 +153,8 @@ class RankFile(TypedDict):
     """Folders of installed packages and of Python's own modules."""
     loop: list[Frame]
     """Stack at which an iteration begins, innermost frame first."""
+    keeps_out: NotRequired[list[str]]
+    """What keeps the iteration of the pipeline's model out of one CUDA graph."""
     plain: NotRequired[Plain]
     sampled: NotRequired[Sampled]
     traced: NotRequired[Window]
@@ -163,12 +165,12 @@ class RankFile(TypedDict):
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Where a rank's file is."""
+    """Returns the path of a rank's file."""
     return folder / f"rank{rank}.json"
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """Where a rank's trace is."""
+    """Returns the path of a rank's trace."""
     return folder / f"rank{rank}_trace.json.gz"
 
 

@@ -1,4 +1,4 @@
-"""What to do about findings, and what an iteration would take then, as far as the measured parts can say."""
+"""Remedies for findings, and the predicted time of an iteration with each, as far as the measured parts can say."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ _DEVICE_METRICS = (
 _TORCHREC_SUGGESTIONS = {
     judge.SYNC: "TorchRec reads sizes that it needs on the host here: with bags of fixed sizes a trimmed input dist "
     "does without, otherwise read them through pinned memory (pipeline/five_stage: TrimmedEBCSharder, pinned_d2h)",
-    judge.FROM_LIST: "TorchRec makes this tensor anew from a list for each batch: with bags of fixed sizes a trimmed "
+    judge.FROM_LIST: "TorchRec makes this tensor from a list for each batch: with bags of fixed sizes a trimmed "
     "input dist does without (pipeline/five_stage: TrimmedEBCSharder)",
     judge.SHAPE: "how many ids a rank gets of a table that is split by rows changes with the batch: plan tables "
     "table-wise or column-wise (ParameterConstraints) where shapes have to stay",
@@ -56,16 +56,16 @@ _TORCHREC_SUGGESTIONS = {
 
 _REC_METRICS = "torchrec/metrics/"
 _SPLITS = "five_stage/splits_exchange.py"
-"""Where the five-stage pipeline reads the sizes of an input dist that is TorchRec's."""
+"""The file in which the five-stage pipeline reads the sizes of TorchRec's own input dist."""
 _SPLITS_SUGGESTION = (
     "sizes that the host needs to exchange ids: with bags of fixed sizes a trimmed input dist does without "
     "(pipeline/five_stage: TrimmedEBCSharder)"
 )
-Part = Literal["dense_ms", "input_dist_ms", "record_streams_ms"]
+Part = Literal["dense_ms", "input_dist_ms", "record_streams_ms", "stages_ms"]
 
 
 class Prediction(TypedDict):
-    """What a change would take away."""
+    """The time and the findings that a change would take away."""
 
     remedy: str
     findings: list[int]
@@ -80,26 +80,28 @@ class Prediction(TypedDict):
     at_best_ms: float
     """The iteration without that time; the GPU's own work is a floor of it."""
     caution: str
+    keeps_out: list[str]
+    """What is to be changed first, as far as the examination shows it."""
 
 
 class Remedy(NamedTuple):
-    """A change, the findings and the part that it takes away, and what would keep it from doing so."""
+    """A change, the findings and the part of an iteration that it takes away, and its conditions."""
 
     name: str
     removes: Callable[[Finding], bool]
     caution: str
     parts: tuple[Part, ...] = ()
-    """Findings that are within one of them, where it was measured, are not counted again."""
+    """Parts that the change takes away; findings within a measured part are not counted again."""
     graphs: bool = False
     """Whether it replays the dense network."""
     trims: bool = False
-    """Whether it takes away what the input dist reads and makes of lists."""
+    """Whether it takes away the input dist's reads, and its tensors made of lists."""
     anywhere: bool = False
     """Whether it is for scripts without TorchRec too."""
 
 
 def suggestion(place: Place) -> str:
-    """What to do about findings at a place."""
+    """Returns the remedy for findings at a place."""
     library = place.library[0].file if place.library else ""
     if _REC_METRICS in library:
         return _DEVICE_METRICS
@@ -126,12 +128,14 @@ def _own(finding: Finding) -> bool:
     return finding["file"] is not None and outside and finding["kind"] not in (judge.SHAPE, judge.H2D)
 
 
+WHOLE_ITERATION = "five-stage pipeline: cuda_graph='iteration'"
 IN_DENSE = (judge.OPTIMIZER_LOOP,)
 """Kinds of findings that are within the dense network's part."""
 PART_NAMES: dict[Part, str] = {
     "dense_ms": "host time of the dense network",
     "input_dist_ms": "host time of the input dist",
     "record_streams_ms": "calls of record_stream",
+    "stages_ms": "host time of all five stages",
 }
 REMEDIES = (
     Remedy(
@@ -198,6 +202,12 @@ REMEDIES = (
         trims=True,
     ),
     Remedy(
+        WHOLE_ITERATION,
+        lambda finding: False,
+        "its launch, the copies of a batch and lines of the script's own within the model are not counted",
+        ("stages_ms",),
+    ),
+    Remedy(
         "five-stage pipeline: launch_threads=2",
         lambda finding: False,
         "both threads need the interpreter lock, so that most of it may come back as waiting for the lock",
@@ -211,21 +221,29 @@ REMEDIES = (
     ),
 )
 UNKNOWN = (
-    "remedies overlap: what they take away adds up only where a line says 'together'.",
-    "what is launched by no loop is in no finding; dense network and input dist of TorchRec's pipelines are measured "
+    "remedies overlap: their gains add up only where a line says 'together'.",
+    "launches outside of loops are in no finding; dense network and input dist of TorchRec's pipelines are measured "
     "as wholes.",
 )
+_SHAPES = "shapes change from batch to batch: such batches run without the graph"
 _LEAST_MS = 0.01
 """Parts below this are left out."""
 
 
 def predict(
-    findings: Sequence[Finding], iteration_ms: float, parts: Parts, *, graphs: bool, pipelined: bool
+    findings: Sequence[Finding],
+    iteration_ms: float,
+    parts: Parts,
+    *,
+    graphs: bool,
+    pipelined: bool,
+    keeps_out: Sequence[str] = (),
 ) -> list[Prediction]:
-    """What each remedy would take away here, most first.
+    """Returns the predicted gain of each remedy, the largest first.
 
     graphs: whether the script replays CUDA graphs already. pipelined: whether a TorchRec pipeline, or one in its place,
     runs the iterations; without one, and without a finding in TorchRec, the five-stage pipeline has no place there.
+    keeps_out: what is in the way of a graph of the whole iteration.
     """
     for_torchrec = pipelined or any(map(_of_torchrec, findings))
     shape_changes = any(finding["kind"] == judge.SHAPE for finding in findings)
@@ -252,6 +270,7 @@ def predict(
                 removes_high_ms=without_twice([_at_end(finding, "high_ms") for finding in taken], wholes),
                 at_best_ms=max(iteration_ms - removes, parts["gpu_ms"]),
                 caution=caution,
+                keeps_out=[*keeps_out, *([_SHAPES] * shape_changes)] if remedy.name == WHOLE_ITERATION else [],
             )
         )
     return sorted(predictions, key=lambda prediction: -prediction["removes_ms"])

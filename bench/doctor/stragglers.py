@@ -49,7 +49,7 @@ class Together:
     iterations: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     """(beginning, end) of each traced iteration, by rank; milliseconds on the common clock."""
     arrived: list[float] = field(default_factory=list)
-    """When the last rank came to each collective."""
+    """Time at which the last rank came to each collective, ms on the common clock."""
 
     def straggler(self, iteration_ms: float) -> int | None:
         """The rank that the others wait for."""

@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def heading(diagnosis: Diagnosis) -> str:
-    """What was examined, and how long an iteration takes."""
+    """Returns the command that was examined, and the time of an iteration."""
     found = {
         "mark": "marks of the script",
         "progress": "the pipeline's progress()",
@@ -46,7 +46,7 @@ def heading(diagnosis: Diagnosis) -> str:
 
 
 def overhead(diagnosis: Diagnosis) -> str:
-    """What the doctor itself cost."""
+    """Returns the cost of the doctor itself."""
     o = diagnosis["overhead"]
     return (
         f"the doctor's own cost: an iteration takes {o['plain_ms']:.3f} ms without instruments (its hook "
@@ -91,14 +91,14 @@ def rank_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def finding_lines(number: int, finding: Finding) -> list[str]:
-    """A finding in a few lines: cost, the user's line, the library's, and what to do."""
+    """Returns the lines of a finding: cost, the user's line, the library's, and the remedy."""
     lines = [f"{number}. {finding['kind']}: {cost(finding)}{_cuda(finding)}"]
     lines += [f"   {line}" for line in (*places(finding), *details(finding))]
     return [*lines, f"   do: {finding['suggestion']}"]
 
 
 def cost(finding: Finding) -> str:
-    """What leaving the finding out takes away, how sure that is, and how many calls it is."""
+    """Returns the gain of leaving the finding out, with its interval, and the number of its calls."""
     calls = f"{finding['count']:.4g} call(s)"
     if finding["ms"] is None:
         return f"{calls} an iteration, cost not known"
@@ -109,7 +109,7 @@ def cost(finding: Finding) -> str:
 
 
 def details(finding: Finding) -> list[str]:
-    """What else is known of a finding; nothing of most."""
+    """Returns further facts of a finding; none for most."""
     lines = [finding["detail"]] if finding["detail"] else []
     if finding["calls_ms"] is not None and finding["ms"] is not None and finding["ms"] > 1.5 * finding["calls_ms"]:
         lines.append(f"its calls alone take {finding['calls_ms']:.3f} ms; leaving the line out takes its Python too")
@@ -132,7 +132,7 @@ def line_rows(diagnosis: Diagnosis, most: int | None = None) -> list[tuple[str, 
 
 
 def collective_lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """How each rank spends its time in collectives; nothing of a rank alone."""
+    """Yields a line for each rank's time in collectives; none for a single rank."""
     for rank in diagnosis["ranks"]:
         if rank["collective_wait_ms"] is not None:
             yield (
@@ -156,7 +156,7 @@ def places(finding: Finding) -> list[str]:
 
 
 def prediction_lines(diagnosis: Diagnosis) -> Iterator[str]:
-    """What each remedy would give at best."""
+    """Yields a line for the best possible gain of each remedy."""
     for p in diagnosis["predictions"]:
         which = [*p["parts"]]
         if p["findings"]:
@@ -166,11 +166,12 @@ def prediction_lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield (
             f"{p['remedy']}: {' and '.join(which)}, {p['removes_ms']:.3f} ms{ends}; {p['at_best_ms']:.3f} ms an "
             f"iteration at best, if all of it is on the critical path ({p['caution']})"
+            + "".join(f"\n  first: {what}" for what in p["keeps_out"])
         )
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """What changed since the baseline."""
+    """Yields a line for each change since the baseline."""
     before, after, predicted = comparison.before_ms, comparison.after_ms, comparison.predicted_ms
     yield f"since the baseline: {before:.3f} ms an iteration then, {after:.3f} now ({after / before - 1:+.1%})"
     for word, changes in (("new", comparison.new), ("gone", comparison.gone)):

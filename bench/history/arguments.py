@@ -40,8 +40,8 @@ class HistoryCommand:
 class BisectCommand:
     """Finds the commit that changed the time of an iteration: dlrm-bench bisect GOOD BAD -- --preset smoke ...
 
-    Runs candidates of the history between both commits in turn with GOOD, in worktrees of git's, until it is proven on
-    which side of half of the difference each one is. Flags behind -- are those of launch/dlrm.py, as each commit reads
+    Runs candidates of the history between both commits in turn with GOOD, in git worktrees, until it is proven on which
+    side of half of the difference each of them is. Flags behind -- are those of launch/dlrm.py, as each commit reads
     them.
     """
 

@@ -2,7 +2,7 @@
 
 Commits are those of BAD's own line (its first parents) that change the program's files: a merge counts as one. Each run
 is made by its commit's own code, in a worktree, in fresh processes. Records and plan stay in one folder, from which an
-interrupted bisection goes on: pairs that are complete are read, and not run again.
+interrupted bisection continues: complete pairs are read, and not run again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class Plan(TypedDict):
     schema: int
     good: str
     candidates: list[str]
-    """Commits after the good one that change the program, in order; the last one is as the bad one."""
+    """Commits after the good one that change the program, in order; the last has the program of the bad one."""
     ends: bool
     """Whether the last candidate alone is compared."""
     flags: list[str]
@@ -67,7 +67,7 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
             else:
                 stderr_console().print(step_in_words(found), soft_wrap=True, markup=False, highlight=False)
     except BaseException as error:
-        error.add_note(f"what ran is kept; go on with dlrm-bench bisect --resume {folder}")
+        error.add_note(f"finished runs are kept; continue with dlrm-bench bisect --resume {folder}")
         raise
     assert finding is not None
     console.print(steps_table(finding))
@@ -80,7 +80,7 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
 
 
 def run_plan(plan: Plan, folder: Path) -> Iterator[Step | Finding]:
-    """Runs what is left of a plan; yields steps and the finding."""
+    """Runs the rest of a plan; yields steps and the finding."""
     with worktree(ROOT, plan["good"]) as good:
 
         def pairs(commit: str) -> Iterator[Pair]:
@@ -173,7 +173,7 @@ def _plan_to_resume(folder: Path) -> Plan:
     check_form(file, content, Plan, (_SCHEMA,))
     plan: Plan = content
     if plan["node"] != this_node():
-        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: bisect anew here")
+        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: start a new bisection here")
     return plan
 
 
@@ -203,7 +203,7 @@ def step_in_words(step: Step) -> str:
 
 
 def finding_in_words(finding: Finding) -> Iterator[str]:
-    """Yields the answer, how sure it is, and what it takes for granted."""
+    """Yields the answer, its certainty and its assumptions."""
     whole = finding.steps[0]
     if finding.first is None:
         if whole.place == "cannot run":

@@ -1,8 +1,8 @@
-"""Which commit between two changed the time of an iteration: candidates run in turn with the good one, in one sitting.
+"""Bisection for the commit that changed an iteration's time: candidates run in turn with the good one, in one sitting.
 
 A step asks on which side of half of the difference a candidate is. It looks at its pairs of runs several times, and
 ends with the first look that proves one side. Steps share the probability of an error that the user allows in equal
-parts, and so do the looks of a step (Bonferroni), so that all of them together keep it. The answer takes for granted
+parts, and so do the looks of a step (Bonferroni), so that all of them together keep it. The answer assumes
 that the time changed once: of several changes it is the one that crosses half of the difference.
 """
 
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Where a bisection ended."""
+    """Result of a bisection."""
 
     steps: Sequence[Step]
     first: str | None
@@ -63,7 +63,7 @@ Pairs = Callable[[str], Iterator[Pair]]
 
 
 def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int) -> Iterator[Step | Finding]:
-    """Yields each step, and then what they prove together.
+    """Yields each step, and then the finding of all of them.
 
     candidates: commits after the good one, in order; the last one is the bad one. most: pairs of a candidate.
     """
@@ -134,7 +134,8 @@ def looks_of(most: int) -> list[int]:
 
 
 def _place(estimate: Estimate, half: float | None, error: float) -> Place:
-    """The side of `half` that one look proves: by two tests at half of the error each, or, without `half`, by one."""
+    """Returns the side of `half` that one look proves, by two tests at half of the error each, or by one without
+    `half`."""
     if half is None:
         return "after" if estimate.p_value < error else "undecided"
     at_least, at_most = estimate.p_at_least(math.exp(half)), estimate.p_at_most(math.exp(half))

@@ -1,4 +1,4 @@
-"""dlrm-bench history: prints the records of each configuration over time and what changed, and writes the page."""
+"""dlrm-bench history: prints the records of each configuration over time and their changes, and writes the page."""
 
 from rich import box
 from rich.console import Console

@@ -1,8 +1,8 @@
 """Records of one configuration over time, each beside the reference that ran in its sitting, and where they change.
 
-A machine is faster one month and slower the next. So what has a place in the history of a program is not its time, but
-its time over that of one old program, the reference, which ran in turn with it in one sitting. A record without one is
-shown and not judged.
+A machine is faster one month and slower the next. So the history of a program holds not its times but their ratios to
+those of one old program, the reference, which ran in turn with it in one sitting. A record without a reference is shown
+and not judged.
 """
 
 import json
@@ -21,7 +21,7 @@ from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.change_points import Change, change_points
 from dlrm_bench.bench.stats.statistics import Estimate, compare
 
-_NOT_CONFIGURED = ("run_id", "results_dir", "checkpoint", "resume", "stall_timeout", "mlperf", "preset")
+_NOT_CONFIGURED = ("run_id", "results_dir", "checkpoint", "snapshot", "resume", "stall_timeout", "mlperf", "preset")
 """Fields of a configuration that make no other work of it."""
 
 
@@ -30,17 +30,17 @@ class Point:
     """The runs of one program in one sitting."""
 
     program: str
-    """Commit, or hash of the source where that is all that is known; '+' behind a commit whose files had changes."""
+    """Commit, or else the source's hash; '+' follows a commit whose files had changes."""
     side: Side
     reference: Side | None
     estimate: Estimate | None
     """Logarithm of its median over the reference's; None where no reference ran in its sitting."""
     because: Sequence[str]
-    """Why it is not judged; empty where it is."""
+    """Reasons why it is not judged; empty where it is."""
 
     @property
     def when(self) -> str:
-        """When its first run ended, ISO 8601."""
+        """The time at which its first run ended, ISO 8601."""
         return self.side.finished[0]
 
 
@@ -154,7 +154,7 @@ def _sittings(records: Sequence[Record], gap: timedelta) -> Iterator[list[Record
 
 
 def _begun(record: Record) -> datetime:
-    """When a run's iterations began, at the latest."""
+    """Returns the latest time at which a run's iterations can have begun."""
     ms = float(record.iterations_ms.sum(axis=1).max())
     return datetime.fromisoformat(record.run["created"]) - timedelta(milliseconds=ms)
 

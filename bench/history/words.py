@@ -1,4 +1,4 @@
-"""A history in words: a row of cells for each point, and sentences on what changed."""
+"""A history in words: a row of cells for each point, and sentences on the changes."""
 
 import math
 import shlex
@@ -24,7 +24,7 @@ def cells(point: Point) -> tuple[str, ...]:
 
 
 def sentences(history: History) -> Iterator[str]:
-    """Yields what a history shows: its reference, each change, and what is too little to tell."""
+    """Yields a history's reference, each change, and the reasons why nothing can be told."""
     judged = history.judged
     if history.reference is None:
         yield "no program ran beside others in one sitting, so nothing is judged: run an old commit with each new one"

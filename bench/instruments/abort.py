@@ -23,10 +23,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dlrm_bench.dlrm.runtime.command_line import told_to_torchrun
-from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.ranks import RESTARTS, Ranks
 
-RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-"""Part of the keys in the store: a restarted worker group must not read its predecessor's keys."""
 _KEY = f"dlrm/abort/{RESTARTS}"
 # SIGBUS repeats in a thread that reads a mapped file which was cut short, for as long as the process lives; the
 # expansion of 1-hot ids reads such a file without Python's interpreter lock, so other threads run on.
@@ -93,15 +91,18 @@ class AbortWatch:
     def _watch_signals(self) -> None:
         launcher = _launcher()
         awaited: list[socket.socket | int] = [self._wakeup] if launcher is None else [self._wakeup, launcher]
-        ready, _, _ = select.select(awaited, [], [])
-        if self._wakeup not in ready:
-            self._end("its torchrun was killed", 1, announce=True)
-            return
-        received = self._wakeup.recv(1)
-        if received:
-            number = signal.Signals(received[0])
-            cause = f": {_unreadable_map()}" if number is signal.SIGBUS else ""
-            self._end(f"stopped by {number.name}{cause}", 128 + number, announce=True)
+        while True:
+            ready, _, _ = select.select(awaited, [], [])
+            if self._wakeup not in ready:
+                self._end("its torchrun was killed", 1, announce=True)
+                return
+            received = self._wakeup.recv(1)
+            if not received:
+                return
+            if received[0] in _SIGNALS:  # others have handlers of their own, such as a profiler's timer
+                number = signal.Signals(received[0])
+                cause = f": {_unreadable_map()}" if number is signal.SIGBUS else ""
+                self._end(f"stopped by {number.name}{cause}", 128 + number, announce=True)
 
     def _watch_ranks(self) -> None:
         try:

@@ -15,8 +15,8 @@ from types import FrameType, TracebackType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.instruments.abort import RESTARTS, connect_store
-from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.bench.instruments.abort import connect_store
+from dlrm_bench.dlrm.runtime.ranks import RESTARTS, Ranks
 
 _LOOKS = 12
 """Number of looks within the timeout."""
@@ -27,6 +27,7 @@ _WAITS = "waits for other ranks to save a checkpoint"
 _STAGES = {
     "dlrm/data/": "waits for its reader",
     "bench/checkpoints.py": _SAVES,
+    "bench/snapshots.py": _SAVES,
     "dlrm/data/metrics.py": "computes the AUC",
     "pipeline/static/evaluation.py": "evaluates",
 }

@@ -52,7 +52,7 @@ class Samples:
 
     states: list[tuple[int, GpuState]] = field(default_factory=list)
     stretches: list[int] = field(default_factory=list)
-    """For each state the stretch of iterations during which it was seen, and 0 in an evaluation; empty: all in one."""
+    """Stretch of iterations in which each state was seen, 0 in an evaluation; empty where all are of one stretch."""
     gc_iterations: list[int] = field(default_factory=list)
     clock_jump_s: float = 0.0
 

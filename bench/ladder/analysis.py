@@ -164,7 +164,7 @@ def ladder_spread_table(ladder: Ladder) -> Table | None:
     """Returns the spread of each rung's runs, level by level; None for older ladders without it."""
     if any("spread" not in rung for rung in ladder["rungs"]):
         return None
-    title = "what a run's median varies by (standard deviation), level by level"
+    title = "standard deviation of a run's median, level by level"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("rung", "iterations", "processes", "machines"):
         table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)

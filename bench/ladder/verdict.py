@@ -28,7 +28,7 @@ _NO_GPU = (
     "launch a GPU's work; here an operator computes on the thread that calls it, and there is nothing to launch."
 )
 _STATIC_ON_A_CPU = (
-    "The static pipeline can be slower than stock on a CPU, because what makes it fast on GPUs is missing. It leaves "
+    "The static pipeline can be slower than stock on a CPU, because a CPU lacks what makes it fast on GPUs. It leaves "
     "overlap to GPU streams and one CUDA graph: on a CPU it waits for each collective in turn, while stock TorchRec "
     "reduces gradients on other threads beside its backward. In the place of its GPU kernels it runs the plain PyTorch "
     "functions that they are tested against."

@@ -134,7 +134,7 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
     bound = bound_of(run, limits)
     if bound is None:
         return None
-    title = f"{run['id']}: least time by what is computed, moved and waited for"
+    title = f"{run['id']}: least time of its computation, traffic and waits"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("work", "GFLOP", "memory MB", "links MB", "PCIe MB", "least ms", "bound by", "took ms", "times"):
         table.add_column(column, justify="left" if column in ("work", "bound by") else "right")

@@ -31,7 +31,7 @@ from dlrm_bench.bench.records.limits import (
     Ceiling,
 )
 from dlrm_bench.dlrm.benchmark import UNMEASURED, SampleSizes, TableWork
-from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.benchmarks import PRESETS, named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _MEASUREMENTS = 7  # of which the median counts
@@ -47,7 +47,10 @@ def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) ->
     benchmark = named(config.benchmark)
     work, batch, device = benchmark.work, config.local_batch_size, ranks.device
     if work is None:
-        raise ValueError(f"--preset {config.preset}: nobody has counted what {benchmark.title} computes and moves")
+        counted = ", ".join(name for name, (other, _) in PRESETS.items() if other.work is not None)
+        raise ValueError(
+            f"--preset {config.preset}: the work of {benchmark.title} is not counted: take one of {counted}"
+        )
     exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
     of_tables = work.table_work(config, batch, exchanged.itemsize, sizes)
     timer = _Timer(ranks)

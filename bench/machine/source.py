@@ -1,4 +1,4 @@
-"""Which source code ran: a hash of its files, and whether a commit holds them.
+"""Identity of the source code that ran: a hash of its files, and whether a commit holds them.
 
 The hash is the id that git gives to a tree of the program's folders (git's own formats of blobs and trees, "Git
 Internals - Git Objects"), so that a commit's is had without this program:

@@ -116,7 +116,7 @@ class MLPerfLog:
 
     @property
     def failure(self) -> OSError | None:
-        """Why the file lacks a part of it, such as a full disk; None if it has all."""
+        """The error, such as a full disk, for which the file lacks a part of the log; None if it has all."""
         return None if self._file is None else self._file.failure
 
     def cache_clear(self, value: bool) -> None:
@@ -128,7 +128,7 @@ class MLPerfLog:
         self._log(self._mllog.start, constants.INIT_START)
 
     def submission(self, benchmark: str, config: MLPerfConfig, platform: str) -> None:
-        """Who submits what; `platform` names the system where config.platform does not."""
+        """Logs who submits what; `platform` names the system where config.platform does not."""
         for key, value in (
             (constants.SUBMISSION_BENCHMARK, benchmark),
             (constants.SUBMISSION_ORG, config.org),
@@ -229,8 +229,8 @@ class ComplianceVerdict:
     output: str
     """The checker's text, and ours below it where we add a reason to fail."""
     of_data: tuple[str, ...] = ()
-    """Where it failed for keys of which the rules allow values of MLPerf's own data alone, and for nothing else: these
-    keys."""
+    """Keys that alone made it fail, and of which the rules allow the values of MLPerf's own data alone; empty where it
+    passed or failed for something else too."""
 
 
 def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset()) -> ComplianceVerdict:

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 _WAY_OUT = "restore the file or leave it out"
-_LINE = 118
+_LINE = 160
 """Number of columns of a line of `json_text`."""
 
 
@@ -31,10 +31,10 @@ def read_json(path: Path) -> Any:
 def json_text(value: Any, indent: int = 0) -> str:
     """Returns JSON with each object or list on one line where it fits there, and flat lists on one line always.
 
-    A record takes two thirds of the bytes of json.dumps(indent=2), and is read more easily. ValueError for a number
-    that JSON cannot hold.
+    A line has no spaces between its values. A record takes three fifths of the bytes of json.dumps(indent=2), and is
+    read more easily. ValueError for a number that JSON cannot hold.
     """
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     flat = isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
     if not isinstance(value, dict | list) or flat or indent + len(line) <= _LINE:
         return line

@@ -74,7 +74,7 @@ class TrainingOutcome:
 
 def new_run_id(machine_short: str, preset: str, now: datetime) -> str:
     """Returns the name of a record folder, such as '20261121T004512Z-8xh200-launch-bound'; names sort by date (UTC)."""
-    assert now.tzinfo is not None, "a time without its zone cannot be told in UTC"
+    assert now.tzinfo is not None, "a time without its zone cannot be converted to UTC"
     return f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{machine_short}-{preset}"
 
 

@@ -147,8 +147,8 @@ class LatencySummary(TypedDict):
     """[low, high] of the median by this one run; None where it has too few iterations. Readers compute it from the raw
     times: older versions of the harness made narrower ones."""
     drift: NotRequired[float | None]
-    """Of the slowest and the fastest eighth: the later one's median over the earlier one's, minus 1; None where there
-    are too few iterations. Older records lack this field and the next, or have the last quarter's over the first's."""
+    """Median of the later of the slowest and the fastest eighth over that of the earlier one, minus 1; None for too few
+    iterations. Older records lack this field and the next, or have the last quarter's over the first's."""
     steady: NotRequired[bool | None]
     """Whether that change is no more than chance: see bench/stats/series.py."""
 
@@ -266,6 +266,10 @@ class Checkpointing(TypedDict):
 
     saved: "list[SavedCheckpoint]"
     resumed: "ResumedFrom | None"
+    snapshots: NotRequired["list[TakenSnapshot]"]
+    """Those in memory."""
+    left_out: NotRequired[int]
+    """Number of snapshots that were due while the only memory for them was not yet on disk."""
 
 
 class SavedCheckpoint(TypedDict):
@@ -278,6 +282,16 @@ class SavedCheckpoint(TypedDict):
     """Seconds for which the training waited."""
     write_s: float
     """Seconds until all was on disk, with those of `paused_s` where the training waited for all of it."""
+
+
+class TakenSnapshot(TypedDict):
+    """A snapshot that the run took in the memory of its node."""
+
+    iteration: int
+    gb: float
+    """Size of weights and optimizer state of all ranks."""
+    paused_s: float
+    """Seconds for which the training waited."""
 
 
 class ResumedFrom(TypedDict):
@@ -293,6 +307,8 @@ class ResumedFrom(TypedDict):
     """Number of samples that had been trained on."""
     read_s: float
     """Seconds to read it."""
+    folder: NotRequired[str]
+    """Its folder, on disk or in memory."""
 
 
 TrainingStatus = Literal["success", "aborted", "no_target"]

@@ -64,10 +64,12 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
 
 
 def defaults(pipeline: str) -> dict[str, Any]:
-    """Returns the default of each option of a pipeline; empty for a pipeline that this version does not know."""
+    """Returns the default of each option of a pipeline, tuples as lists; empty for a pipeline that this version does
+    not know."""
     if pipeline not in PIPELINES:
         return {}
-    return {field.name: field.default for field in fields(PIPELINES[pipeline]) if field.default is not MISSING}
+    given = {field.name: field.default for field in fields(PIPELINES[pipeline]) if field.default is not MISSING}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def _options_of_schema_1(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _ladder(family: Family, place: str) -> Iterator[Picture]:
         yield Picture(
             kind="ladder",
             name=f"{place}-ladder",
-            alt="Median latency of each rung and what it saves of the one before it",
+            alt="Median latency of each rung, and the time that it saves of the rung before",
             caption=f"{family.name}: median latency of an iteration on each rung, what it saves or loses against the "
             f"rung before, and in brackets against the first. {family.title()}, interleaved.{alone}",
             draw=partial(plots.waterfall, ladder),
@@ -99,7 +99,7 @@ def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
         yield Picture(
             kind="kernels",
             name=f"{place}-kernels",
-            alt=f"The longest kernels of an iteration of {label}, beside what they could take",
+            alt=f"The longest kernels of an iteration of {label}, beside their ceilings",
             caption=f"{family.name}, {label}: the longest kernels of an iteration{ceilings}.",
             draw=partial(plots.work, rows),
         )
@@ -245,13 +245,13 @@ def series_marks(record: Record) -> plots.SeriesMarks:
 def published(shown: Sequence[Family], logs: Sequence[Side]) -> list[Picture]:
     """Returns a picture for each benchmark, of results of one global batch beside one another, published ones and ours;
     none of a benchmark where none compares."""
-    drawn = (_published(name, shown, logs) for name in dict.fromkeys(row.benchmark for row in PUBLISHED))
+    drawn = (_published(name, shown, logs) for name in PUBLISHED)
     return [picture for picture in drawn if picture is not None]
 
 
 def _published(benchmark: str, shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
-    known = [row for row in PUBLISHED if row.benchmark == benchmark]
-    unnamed: list[list[str]] = [[]] if benchmark == PUBLISHED[0].benchmark else []  # logs from before there was another
+    known = PUBLISHED[benchmark]
+    unnamed: list[list[str]] = [[]] if benchmark == next(iter(PUBLISHED)) else []  # logs from before there was another
     same_work = [log for log in logs if log.settings["benchmark"] in (*unnamed, [benchmark])]
     ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown, benchmark)
     rows: list[tuple[str, float, bool]] = []

@@ -174,7 +174,8 @@ def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -
     table = Table(title="beside published results: other programs", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("system", "program", "global batch", "published, ms", "model, ms", "bound by"):
         table.add_column(name, justify="right" if name.endswith(("ms", "batch")) else "left")
-    results = [(p.system, p.source, p.global_batch_size, p.ms_per_iteration) for p in PUBLISHED]
+    known = PUBLISHED.get(of_static[0].benchmark.name, ())
+    results = [(p.system, p.source, p.global_batch_size, p.ms_per_iteration) for p in known]
     for system, program, batch, ms in [*results, _TORCHREC_H100]:
         gpus, _, gpu = system.partition(" x ")
         if gpu != "H100" or int(gpus) <= 8:
@@ -190,6 +191,7 @@ def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -
 
 def _draw(curves: dict[str, list[Point]], path: Path) -> None:
     """Writes milliseconds over nodes, a line for each record, in the format that the path's suffix names."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
@@ -202,4 +204,5 @@ def _draw(curves: dict[str, list[Point]], path: Path) -> None:
     axes.set_xlabel("nodes")
     axes.set_ylabel("ms an iteration (model)")
     axes.legend(fontsize=7, frameon=False)
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):  # words as text: half the bytes
+        figure.savefig(path)

@@ -39,8 +39,8 @@ class Point:
     """GB/s a GPU at which an iteration takes NEAR_IDEAL times the ideal network's; 0 on one node, None where 1000 GB/s
     are not enough, because the latencies take too long."""
     needed_us: float | None
-    """Where no rate is enough: microseconds of a collective between two nodes that are, at an unlimited rate; the time
-    of further nodes' messages shrinks in proportion."""
+    """Microseconds of a collective between two nodes that are enough at an unlimited rate, where no rate alone is; the
+    time of further nodes' messages shrinks in proportion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

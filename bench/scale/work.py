@@ -96,6 +96,7 @@ def plan_on(topology: Topology, training: TrainingConfig, costs: GpuCosts, optio
         options.replicates(topology.nodes),
         options.splits_rows(topology.nodes),
         costs,
+        options.constraints_on(training.model.tables),
     )
 
 

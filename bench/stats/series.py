@@ -52,7 +52,7 @@ class Drift(NamedTuple):
     """The change within one run."""
 
     change: float
-    """Of the slowest and the fastest eighth of the series: the later one's median over the earlier one's, minus 1."""
+    """Median of the later of the slowest and the fastest eighth of the series over that of the earlier one, minus 1."""
     steady: bool
     """False where a change of more than 2 % is no chance of the iterations."""
 

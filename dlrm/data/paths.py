@@ -1,4 +1,4 @@
-"""Why a path is not the file or directory that it should be."""
+"""Reasons why a path is not the file or directory that it should be."""
 
 import os
 from pathlib import Path

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgres
 from rich.text import Text
 
 LINE_SECONDS = 60.0
-"""Where stderr is no terminal, a line is written this often instead of a bar."""
+"""Seconds between two lines of progress where stderr is no terminal, which has a bar instead."""
 
 Advance = Callable[[float], None]
 

@@ -30,6 +30,7 @@ DCNV2 = Benchmark(
     work=work,
     parts=_parts,
     data_command=_data_command,
+    table_ids=lambda config, batch: import_module("dlrm_bench.dlrm.dcnv2.parts").table_ids(config, batch),
     check_static=check_static,
     static_parts=lambda samples, options: static_schedule(samples, options).parts,
 )

@@ -116,7 +116,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig:
-    """Where samples come from."""
+    """The source of the samples."""
 
     source: DataSource = "random"
     """random: in-memory batches for latency runs. multi_hot: MLPerf day files. one_hot: day files of one id per
@@ -167,8 +167,8 @@ class DataConfig:
 
     @property
     def id_statistics(self) -> IdStatistics:
-        """How often the ids of a run's batches name the same rows. Files are taken to be like random batches: expanded
-        ids of skewed first ids."""
+        """Statistics of how often the ids of a run's batches name the same rows. Files are taken to be like random
+        batches: expanded ids of skewed first ids."""
         expanded = self.source != "random" or self.random_ids == "expanded"
         return IdStatistics(skew=self.random_skew, expanded=expanded)
 

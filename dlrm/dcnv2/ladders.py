@@ -73,7 +73,7 @@ _IN_ORDER = (
     Rung(
         "graph-dists",
         (*_ONE_THREAD, "--graph-dists", *_TF32),
-        "Nearly all launches of the three all-to-alls and what is around them: three graphs replay them.",
+        "Nearly all launches of the three all-to-alls and of the kernels around them: three graphs replay them.",
     ),
 )
 _FULL = (
@@ -131,6 +131,19 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung(
             "fp8", (*_FULL[-1].flags, "--fp8"), "Nearly half of the largest products' time, by factors of eight bits."
         ),
+    ),
+    "tiers": (
+        Rung(
+            "stock-uvm-caching",
+            (*_TF32, "--constraints", "0-25=hbm:0.5"),
+            "Half of each table's rows on the GPU by TorchRec's FUSED_UVM_CACHING, the others in host memory.",
+        ),
+        Rung(
+            "half-in-host-memory",
+            (*_FULL[-1].flags, "--table-memory", "0.5"),
+            "Reads of rows in host memory within the iteration: they come to the GPU beside the batch before.",
+        ),
+        Rung("all-on-the-gpu", _FULL[-1].flags, "Host memory: all rows are on the GPU."),
     ),
     "reading": (
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),

@@ -2,9 +2,12 @@
 
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig
-from dlrm_bench.dlrm.data.batch import Batch
+from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
 from dlrm_bench.dlrm.data.dataset import Dataset, FileContent
 from dlrm_bench.dlrm.dcnv2 import work
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, DcnTraining, ModelConfig
@@ -40,6 +43,12 @@ def empty_batch(config: TrainingConfig, pin: bool) -> Batch:
     """Returns a batch of uninitialised host memory. pin: page-locked."""
     assert isinstance(config.model, ModelConfig)
     return Batch.empty(config.local_batch_size, config.model, pin)
+
+
+def table_ids(config: TrainingConfig, batch: Batch) -> list[NDArray[np.int32]]:
+    """Returns the ids that a batch names in each table, [B * multi-hot size]."""
+    assert isinstance(config.model, ModelConfig)
+    return [block.numpy().reshape(-1) for block in feature_blocks(batch.ids, config.model.multi_hot_sizes)]
 
 
 def static_dense(

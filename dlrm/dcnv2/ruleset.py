@@ -6,6 +6,7 @@ Keys, values and their order follow the reference (mlcommons/training, recommend
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dlrm_bench.dlrm.benchmark import Published, SubmissionWords
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.dataset import Dataset
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
@@ -19,6 +20,17 @@ target_auc = MLPERF_TARGET_AUC
 counts_samples = False
 reference_names: tuple[str, ...] = ()
 pinned_to_data: frozenset[str] = frozenset()
+submission_words = SubmissionWords("dcnv2", "Criteo's 24 raw days", "that of the files", "")
+published = (
+    Published("8 x H200", "HugeCTR, NVIDIA v4.0", 55296, 3.25, 3.47),
+    Published("8 x H200", "HugeCTR, HPE v5.0", 65536, 3.71, 3.44),
+    Published("8 x H100", "HugeCTR, NVIDIA v4.0", 55296, 3.53, 3.84),
+    Published("8 x B200", "HugeCTR, NVIDIA v5.0", 55296, 2.15, 2.26),
+    Published("64 x H100", "HugeCTR, NVIDIA v4.1", 135168, 2.35, 1.32),
+    Published("128 x H100", "HugeCTR, NVIDIA v4.1", 135168, 1.77, 0.94),
+    Published("64 x GB200", "HugeCTR, Supermicro v5.0", 135168, 1.30, 0.713),
+)
+"""Results from the logs in mlcommons/training_results_v4.0, v4.1 and v5.0."""
 
 # Samples of days 0 to 22 and of the first half of day 23 (training_rules.adoc; ruleset 6.0.0 checks the latter).
 TRAIN_SAMPLES = 4195197692

@@ -1,7 +1,7 @@
-"""What the static pipeline asks of a benchmark whose tables' rows reach the dense network one by one, not pooled.
+"""Interface of a benchmark for the static pipeline of sequences: tables' rows reach the dense network one by one.
 
-A batch names as many rows and has as many tokens as it does; shapes are fixed all the same, by a room for events and
-one for tokens, so that an iteration can be captured in a CUDA graph. What is less is padding.
+The numbers of rows and tokens vary from batch to batch. Shapes are fixed all the same, by a room for events and one for
+tokens, so that a CUDA graph can hold an iteration; padding fills the rooms.
 """
 
 from collections.abc import Mapping, Sequence

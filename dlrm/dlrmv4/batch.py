@@ -33,8 +33,8 @@ class DenseBatch:
     longest: int
     """Tokens of the longest sequence, counted on the host: nothing waits for the device to know it."""
     event: Tensor | None = None
-    """Which of E distinct events each event of the histories is, int32 [T]: of these alone embeddings and `action` then
-    say item, artist, album and action. None where they name all T."""
+    """Index among E distinct events of each event of the histories, int32 [T]; embeddings and `action` then hold item,
+    artist, album and action of the E alone. None where they hold those of all T."""
     attention_factor: Tensor | None = None
     """fp32 [], what attention is multiplied by, where `longest` is more than the longest sequence has."""
 

@@ -1,4 +1,4 @@
-"""When MLPerf evaluates DLRMv4: on a grid of samples, from the first point on at which a run may have converged.
+"""MLPerf's evaluations of DLRMv4: on a grid of samples, from the first point on at which a run may have converged.
 
 Source: ruleset 6.1.0 of mlperf-logging (compliance_checker/training_6.1.0/closed_dlrmv4.yaml), which follows the
 reference (mlcommons/training, pull request 889).

@@ -115,11 +115,11 @@ class ModelConfig:
     """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint); of
     fused kernels the input and attention, and compute the projection again."""
     kernels: Kernels = "plain"
-    """What makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
+    """Code that makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
     backward for each of these, with equal gradients run by run; the same results, but for dropout's masks, which come
     of a counter whose seed torch's generator draws for each batch. Widths must be powers of two."""
     network: Network = "own"
-    """What computes the dense network. own: this project's code. reference: the modules of MLPerf's reference, their
+    """Code that computes the dense network. own: this project's. reference: the modules of MLPerf's reference, their
     Triton kernels tuned on this GPU when they first run. reference-as-shipped: these with the settings that it ships,
     an MI350X's. A baseline, for the torchrec pipeline; needs --model.reference."""
     reference: Path | None = None
@@ -315,7 +315,7 @@ def mlperf_learning_rate(global_batch_size: int) -> float:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig:
-    """Where samples come from: a folder of events, by Yambda or made, and which of its windows train."""
+    """The source of the samples: a folder of events, by Yambda or made, and the windows of it that train."""
 
     path: Path = Path("data/yambda")
     """Folder with processed_5b/hstu_cache_L*/ and shared_metadata/: MLCommons' download, what `dlrm-bench data
@@ -323,8 +323,8 @@ class DataConfig:
     train_windows: int | None = None
     """Number of training windows, from the first one on; by default all but the last."""
     deal: Deal = "stride"
-    """How the samples of a global batch are dealt to the ranks. stride: rank r has every world_size-th from the r-th
-    on, as in the reference. users: neighbouring samples of few users, so that a rank reads fewer rows, with sums of
+    """Dealing of a global batch's samples to the ranks. stride: rank r has every world_size-th from the r-th on, as in
+    the reference. users: neighbouring samples of few users, so that a rank reads fewer rows, with sums of
     tokens and of their squares that exceed the mean by 3 % at most. Steps have the same samples."""
     drop_last_evaluation: bool = True
     """Leave out of an evaluation what does not fill a global batch, as the reference does: at 4,096 samples, 2,012 of

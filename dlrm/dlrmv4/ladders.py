@@ -69,6 +69,14 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     "static": (*_FULL[:2], *_STATIC_RUNGS, _USERS),
     "static-ends": (_STOCK, _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
     "baselines": (*_REFERENCE, *_FULL[:2], _FULL[-1]),
+    "dynamic-rows": (
+        _STATIC_RUNGS[-1],
+        Rung(
+            "dynamic-rows",
+            (*_STATIC_RUNGS[-1].flags, "--dynamic-rows", "30000000"),
+            "Nothing, but memory: rows are made when they are first named, and found by a map of their ids.",
+        ),
+    ),
     "ends": (_FULL[0], _FULL[-1]),
     "stock": (
         Rung("stock-fp32", ("--precision", "fp32"), "TrainPipelineSparseDist in fp32."),

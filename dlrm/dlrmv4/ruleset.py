@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dlrm_bench.dlrm.benchmark import Published, SubmissionWords
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.dataset import Dataset
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, mlperf_learning_rate
@@ -22,6 +23,19 @@ train_samples = TRAIN_SAMPLES
 counts_samples = True
 reference_names = ("hstu",)
 """Its name in the reference's own logs; the rules allow 'dlrmv4' alone."""
+submission_words = SubmissionWords(
+    "dlrmv4",
+    "Yambda's parquet files",
+    "windows of a day in turn, each by user and then by time",
+    "--preset mlperf-dlrmv4 ",
+)
+published = (
+    Published("8 x MI350X", "reference, AMD v6.1", 8192, 730.9, 159.6, 84.9),
+    Published("16 x MI350X", "reference, AMD v6.1", 16384, 782.4, 112.0, 44.5),
+    Published("32 x MI350X", "reference, AMD v6.1", 32768, 848.9, 83.3, 24.4),
+)
+"""Means over the 20 logs of each batch in mlcommons/training, recommendation/rcp_logs, which are no submissions but the
+runs behind the reference convergence points. Their iterations include the first, which compile."""
 pinned_to_data = frozenset(
     (
         "train_samples",
@@ -109,6 +123,8 @@ def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> 
         yield f"--evaluations-per-epoch is {run['evaluations_per_epoch']}, MLPerf's {MLPERF_EVALUATIONS}"
     if replace(optimizer, learning_rate=1e-6) != OptimizerConfig(learning_rate=1e-6):
         yield "the optimizers are not MLPerf's Adam and row-wise Adagrad"
+    if getattr(getattr(config, "pipeline", None), "evict_rows", False):
+        yield "--evict-rows: rows that lost their places begin anew, which full tables' do not"
     batch = run["global_batch_size"]
     if not _BATCHES[0] <= batch <= _BATCHES[1]:
         yield f"the global batch is {batch}: reference convergence points are of {_BATCHES[0]} to {_BATCHES[1]}"

@@ -19,7 +19,7 @@ class GpuRates:
     cache: float
     """Bytes that the L2 cache holds."""
     source: str
-    """Where the rates are from, in a sentence."""
+    """The source of the rates, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,10 @@ class GpuCosts:
     """The fixed part of an exchange through peer memory: a kernel that writes to the other ranks, and a barrier."""
     peer_bytes_per_us: float
     """Rate at which bytes leave a rank through peer memory."""
+    host_memory_bytes: int
+    """Memory of the host, a GPU's share."""
+    host_rows_bytes_per_us: float
+    """Rate at which kernels move table rows from and to the host's memory, both directions together."""
 
     @property
     def tables_us(self) -> float:
@@ -113,6 +117,11 @@ _H200_COSTS = GpuCosts(
     # 9.1 us for 1.7 MB, 68.9 for 23.0, 11.7 for 2.6 and 103 for 34.5. A barrier alone takes 3.0.
     peer_exchange_us=4.4,
     peer_bytes_per_us=353e3,
+    # What each GPU of the measured machines comes with.
+    host_memory_bytes=128 << 30,
+    # A kernel on rows of 1 KB, drawn anew each time over 48 GB of registered pages of 4 KB: 25 to 30e3 in one
+    # direction, 28e3 in both together, with 16 blocks as with 132.
+    host_rows_bytes_per_us=28e3,
 )
 
 H200 = GpuType(

@@ -1,12 +1,16 @@
-"""Who this process is among all processes of a run."""
+"""The place of this process among all processes of a run."""
 
 import os
 import shlex
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # public, but not in __all__
 
+RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+"""Number of times that torchrun has started its ranks again; part of the keys in the store, which outlives them."""
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -71,11 +75,15 @@ class Ranks:
 
     def init_process_group(self) -> None:
         """Starts NCCL on GPUs, gloo on CPUs; sets the current GPU."""
+        store = None if RESTARTS == "0" else _store_of_this_start()
+        known: dict[str, Any] = {}
+        if store is not None:
+            known = {"store": store, "rank": self.rank, "world_size": self.world_size}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl", device_id=self.device)
+            dist.init_process_group("nccl", device_id=self.device, **known)
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", **known)
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a new communicator over all ranks, so that its collectives run beside those of other groups.
@@ -106,3 +114,13 @@ class Ranks:
         """Waits for the other ranks, then leaves the group."""
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _store_of_this_start() -> PrefixStore:
+    """Returns the store of torchrun, or of rank 0, under keys that no earlier start of these ranks has used.
+
+    torchrun keeps its store when it starts ranks again, with the addresses of the ended ones in it: without new keys
+    a rank waits for these without end, or is refused.
+    """
+    store, _, _ = next(rendezvous("env://"))
+    return PrefixStore(f"restart-{RESTARTS}", store)

@@ -8,7 +8,7 @@ class Network:
     """The network between nodes, for one GPU when all GPUs of its node use it at once."""
 
     name: str
-    """Where the figures come from, for tables and records."""
+    """The source of the figures, for tables and records."""
     bytes_per_us: float
     """Rate at which bytes leave a GPU for other nodes and, at the same time, arrive."""
     latency_us: float

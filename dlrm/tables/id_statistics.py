@@ -1,4 +1,4 @@
-"""How often the ids of a batch name the same rows, which determines the times of a table's lookup and update."""
+"""Statistics of how often a batch names the same rows, which determines the times of a table's lookup and update."""
 
 import functools
 import math

@@ -1,13 +1,14 @@
 """Checks that the tables fit, before anything is allocated."""
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.tiers.host_memory import host_available_bytes
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 # The rest is for activations, communication buffers and the dense network.
 HEADROOM = 0.95
@@ -18,20 +19,42 @@ def device_memory_bytes(ranks: Ranks) -> int:
     available bytes."""
     if ranks.device.type == "cuda":
         return torch.cuda.mem_get_info(ranks.device)[0]
-    return _host_available_bytes() // ranks.local_world_size
+    return host_memory_bytes(ranks)
 
 
-def table_memory_bytes(ranks: Ranks) -> int:
+def host_memory_bytes(ranks: Ranks) -> int:
+    """Returns a rank's share of the available bytes of its host's memory."""
+    return host_available_bytes() // ranks.local_world_size
+
+
+def rank_memory_bytes(ranks: Ranks, memory: TableMemory | None) -> int:
+    """Returns the memory that one rank may use for its tables: of its device and, where `memory` of this is not to hold
+    all rows, of its share of the host's available bytes."""
+    if memory is None or ranks.device.type != "cuda":  # without a GPU both tiers are the same memory
+        return device_memory_bytes(ranks)
+    return memory.capacity(device_memory_bytes(ranks), host_memory_bytes(ranks))
+
+
+def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:
     """Returns what tables and optimizer state may take on every rank: the least memory of any. Collective."""
-    least = torch.tensor([device_memory_bytes(ranks)], dtype=torch.int64, device=ranks.device)
+    least = torch.tensor([rank_memory_bytes(ranks, memory)], dtype=torch.int64, device=ranks.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(int(least) * HEADROOM)
 
 
-def _host_available_bytes() -> int:
-    """Returns free memory and that which the kernel frees on demand: the page cache, which reading data files fills."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+def check_places_fit(columns: int, places: int, available_bytes: int, device: torch.device) -> None:
+    """Raise ValueError, on every rank, if memory for `places` dynamic rows of fp32 exceeds that of any rank.
+
+    available_bytes: this rank's.
+    """
+    least = torch.tensor([available_bytes], dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    needed, available = bytes_of(places, columns), int(least) * HEADROOM
+    if needed > available:
+        raise ValueError(
+            f"--dynamic-rows {places} does not fit: rows, state and map need {needed / 1e9:.1f} GB of a rank, which "
+            f"has {available / 1e9:.1f} GB; use more GPUs with fewer rows each"
+        )
 
 
 def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes: int, device: torch.device) -> None:

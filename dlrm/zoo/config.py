@@ -203,7 +203,7 @@ class RandomData:
 
     @property
     def id_statistics(self) -> IdStatistics:
-        """How often the ids of a run's batches name the same rows."""
+        """Statistics of how often the ids of a run's batches name the same rows."""
         return UNIFORM
 
 

@@ -31,7 +31,7 @@ _STEPS = (
     (
         "graph-dists",
         ("--graph-dists",),
-        "Nearly all launches of the all-to-alls and what is around them: graphs replay them.",
+        "Nearly all launches of the all-to-alls and of the kernels around them: graphs replay them.",
     ),
     (
         "launch-threads",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.attention import last_query_attention_cases, silu_attention_cases
+from dlrm_bench.kernels.benchmark.dynamic_rows import id_map_cases, initial_rows_cases
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import (
     HOT_ROWS,
@@ -24,12 +25,14 @@ from dlrm_bench.kernels.benchmark.input_dist import (
     pick_rows_cases,
     sort_ids_cases,
 )
+from dlrm_bench.kernels.benchmark.replicated import row_sums_cases
 from dlrm_bench.kernels.benchmark.single_ids import (
     distinct_rows_cases,
     distinct_sums_cases,
     gather_rows_cases,
     row_wise_adagrad_cases,
 )
+from dlrm_bench.kernels.benchmark.tiers import tiered_rows_cases
 from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
 from dlrm_bench.kernels.benchmark.tokens import (
     column_sums_cases,
@@ -49,7 +52,6 @@ from dlrm_bench.kernels.dense.small_mlp import small_mlp
 from dlrm_bench.kernels.embedding import regroup
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
-from dlrm_bench.kernels.embedding.row_sums import row_starts, row_sums
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
@@ -263,21 +265,6 @@ def small_mlp_cases() -> Iterator[Case]:
         yield Case("small_mlp", f"B {batch}, 13-512-256-128", moved, run)
 
 
-def row_sums_cases() -> Iterator[Case]:
-    for batch in (6912, 512):
-        ids, bags = sorted_ids_case([3, 63, 10, 4, 14, 108], batch, 1)
-        ordered = torch.empty_like(ids), torch.empty_like(bags)
-        sort_ids(ids, SortTable(torch.zeros_like(ids), bags, 202), *ordered)
-        starts = row_starts(ordered[0], 202)
-        grad, out = torch.randn(len(ids), 128, device="cuda").to(BF16), torch.empty(202, 128, device="cuda")
-        yield Case(
-            "row_sums",
-            f"B {batch}, 6 tables, C 128, bf16",
-            grad.nbytes + out.nbytes,
-            partial(row_sums, grad, ordered[1], starts, out),
-        )
-
-
 def flat_adagrad_cases() -> Iterator[Case]:
     count = 16_044_544
     master, state = torch.rand(2, count, device="cuda").unbind()
@@ -369,8 +356,11 @@ CASES = {
     "pick_rows": pick_rows_cases,
     "distinct_rows": distinct_rows_cases,
     "gather_rows": gather_rows_cases,
+    "tiered_rows": tiered_rows_cases,
     "distinct_sums": distinct_sums_cases,
     "row_wise_adagrad": row_wise_adagrad_cases,
+    "id_map": id_map_cases,
+    "initial_rows": initial_rows_cases,
     "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,

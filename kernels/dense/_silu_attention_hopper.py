@@ -52,10 +52,10 @@ class Arguments(ctypes.Structure):
 
 
 class Work(NamedTuple):
-    """Of all kernels of a pass.
+    """Work of all kernels of a pass.
 
-    items: int32 [at most, 8], tiles of all sequences and heads; first: int32 [passes + 1], each pass's first of them,
-    and how many there are; taken: int32 [passes, 2], zeros; pass_pieces: that begin in a pass.
+    items: int32 [at most, 8], tiles of all sequences and heads; first: int32 [passes + 1], index of each pass's first
+    item, then the number of items; taken: int32 [passes, 2], zeros; pass_pieces: number of pieces that begin in a pass.
     """
 
     items: Tensor

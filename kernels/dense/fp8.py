@@ -24,7 +24,7 @@ from dlrm_bench.kernels._triton import cdiv
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {torch.bfloat16: 0, E4M3: 1, E5M2: 2}
-"""As in hopper.cuh."""
+"""Number of each format in hopper.cuh."""
 
 # As in fp8.cu.
 _TILE, _DEPTH, _THREADS = 128, 128, 384

@@ -1,4 +1,4 @@
-"""What joins a layer's gate and attention: [s, a, s * norm(a)] with s = silu(u), dropped out, in one pass each way.
+"""Join of a layer's gate and attention: [s, a, s * norm(a)] with s = silu(u), dropped out, in one pass each way.
 
 The output product's input of DLRMv4's STU layer (hstu_compute_output of its reference). Neither mask nor statistics are
 kept: the backward pass computes them again, and the joined matrix too where it is wanted.

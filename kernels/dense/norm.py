@@ -24,16 +24,17 @@ def programs(rows: int, tile: int) -> int:
 
 
 def add_up(partials: Tensor, dweight: Tensor, dbias: Tensor) -> None:
-    """Store the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has one order, and here
-    more programs than `column_sums`, whose rows are fewer."""
+    """Stores the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has a fixed order, and
+    runs more programs here than `column_sums`, which is for fewer rows."""
     sums = partials.sum(1)
     dweight.copy_(sums[0])
     dbias.copy_(sums[1])
 
 
-def _check(x: Tensor, *others: Tensor) -> None:
+def check_rows(x: Tensor, *others: Tensor) -> None:
+    """Asserts that matrices are alike, contiguous, and of a width that a tile takes."""
     assert all(of.shape == x.shape and of.dtype == x.dtype and of.is_contiguous() for of in (x, *others)), (
-        "tokens and gradients: [N, W], one dtype, contiguous"
+        "rows and gradients: [N, W], one dtype, contiguous"
     )
     assert x.shape[1] == next_power_of_2(x.shape[1]), f"width: a power of two, not {x.shape[1]}"
 
@@ -74,7 +75,7 @@ class NormForward(NamedTuple):
 
     def launch(self) -> None:
         """Checks the arguments and computes `out`."""
-        _check(self.x, self.out)
+        check_rows(self.x, self.out)
         (self.triton if self.x.is_cuda else self.plain)()
 
     def plain(self) -> None:
@@ -113,7 +114,7 @@ class NormBackward(NamedTuple):
 
     def launch(self) -> None:
         """Checks the arguments and computes the gradients."""
-        _check(self.x, *(of for of in (self.grad, self.residual, self.dx, self.normed) if of is not None))
+        check_rows(self.x, *(of for of in (self.grad, self.residual, self.dx, self.normed) if of is not None))
         assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
         (self.triton if self.x.is_cuda else self.plain)()
 

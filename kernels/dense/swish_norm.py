@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._call import function
-from dlrm_bench.kernels._triton import jit, next_power_of_2, tl
-from dlrm_bench.kernels.dense.norm import add_up, normalize, normalized, of_normalized, programs, through_normalize
+from dlrm_bench.kernels._triton import jit, tl
+from dlrm_bench.kernels.dense.norm import (
+    add_up,
+    check_rows,
+    normalize,
+    normalized,
+    of_normalized,
+    programs,
+    through_normalize,
+)
 
 _ROWS = 2  # of a program's tile
-
-
-def _check(x: Tensor, *others: Tensor) -> None:
-    assert all(of.shape == x.shape and of.dtype == x.dtype and of.is_contiguous() for of in (x, *others)), (
-        "rows and gradients: [N, W], one dtype, contiguous"
-    )
-    assert x.shape[1] == next_power_of_2(x.shape[1]), f"width: a power of two, not {x.shape[1]}"
 
 
 class SwishNormForward(NamedTuple):
@@ -34,7 +35,7 @@ class SwishNormForward(NamedTuple):
 
     def launch(self) -> None:
         """Checks the arguments and computes `out`."""
-        _check(self.x, self.out)
+        check_rows(self.x, self.out)
         (self.triton if self.x.is_cuda else self.plain)()
 
     def plain(self) -> None:
@@ -64,7 +65,7 @@ class SwishNormBackward(NamedTuple):
 
     def launch(self) -> None:
         """Checks the arguments and computes the gradients."""
-        _check(self.x, self.grad, self.dx)
+        check_rows(self.x, self.grad, self.dx)
         assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
         (self.triton if self.x.is_cuda else self.plain)()
 

@@ -24,11 +24,11 @@ _LEAST_GROUP = 4  # samples of a program
 
 
 class TokenPlaces(NamedTuple):
-    """Where tokens stand and which rows they read.
+    """Places of tokens, and the rows that they read.
 
     offsets: int64 [B + 1], sequence b is tokens offsets[b] to offsets[b + 1] - 1. event: int32 or int64 [T], row of
-    each event. timestamp: int32 [T],
-    query: int32 [B], seconds. context: tokens of context of a sample. max_length: no sequence is longer.
+    each event. timestamp: int32 [T], query: int32 [B], both seconds. context: number of a sample's context tokens.
+    max_length: number of tokens of the longest sequence, or more.
     """
 
     offsets: Tensor
@@ -156,7 +156,7 @@ class TokenInputForward(NamedTuple):
         self.out.copy_(torch.where(tokens.inside[:, None], dropped, 0))
 
     def triton(self) -> None:
-        """Computes `out` and `rows` in two kernels: of the tokens, and of what is none."""
+        """Computes `out` and `rows` in two kernels: one for tokens, one for the padding."""
         events, context, position, time, places, factor, dropout, out, rows = self
         zero_tail(out, places.offsets[-1:])
         samples, width = len(context), out.shape[1]

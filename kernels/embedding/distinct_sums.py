@@ -85,9 +85,9 @@ def sum_tile(
     chunk: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """For kernels: running sums of a tile of the chunk that begins at `start`, fp32 [tile, columns], and whether each
-    ends a run that lies in the chunk as a whole; the carry into the next tile. Sums of runs that cross a border go to
-    `partials`."""
+    """Returns, within a kernel, running sums of a tile of the chunk that begins at `start`, fp32 [tile, columns];
+    whether each ends a run that lies in the chunk as a whole; and the carry into the next tile. Sums of runs that cross
+    a border go to `partials`."""
     run = tl.load(ids + at, at < count, other=-1)
     place = tl.load(places + at, at < count, other=0)
     previous = tl.load(ids + at - 1, (at > start) & (at <= count), other=-2)
@@ -112,8 +112,8 @@ def sum_tile(
 
 @jit
 def crossing_run(ids, partials, first, count, columns: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr):
-    """For kernels: the run that opens in chunk `first` and goes on in the next, -1 where there is none, and its sum,
-    fp32 [columns]."""
+    """Returns, within a kernel, the run that opens in chunk `first` and continues in the next, -1 where there is none,
+    and its sum, fp32 [columns]."""
     end = (first + 1) * chunk
     run = tl.load(ids + end - 1)
     id_before = tl.load(ids + first * chunk - 1, first > 0, other=-1)

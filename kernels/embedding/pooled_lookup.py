@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.embedding.tiered_rows import check_host, host_offset, rows_at
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 # By columns: rows that one program loads at a time; the most ids of one bag among them; warps of a program. The fastest
@@ -58,7 +59,14 @@ class LookupTable:
         self.fields = torch.tensor(fields, dtype=torch.int64).view(-1, 5).to(device)
 
 
-def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0) -> None:
+def pooled_lookup(
+    weights: Tensor,
+    ids: Tensor,
+    table: LookupTable,
+    outs: PeerTensors,
+    first_out_row: int = 0,
+    host: Tensor | None = None,
+) -> None:
     """Sums the rows of every bag and stores the sum with the rank of the bag's sample.
 
     weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one after another; columns adjacent, row stride a
@@ -66,6 +74,8 @@ def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTe
     is not checked. The sum of sample r * local_batch + s of a table, in fp32, rounded to the dtype of `outs`, goes to
     row first_out_row + s of outs.tensors[r], columns [out_column, out_column + C). outs: bf16 or fp32 [rows, width],
     starting on 16 bytes, columns adjacent, row stride a multiple of 8. Equal inputs give equal bits.
+
+    host: fp32 [H, 2, C], the rows from number R on, see tiered_rows.py; first rows of the tables are then 0.
     """
     columns, own = weights.shape[1], outs.own
     assert weights.dtype == torch.float32, "weights: fp32"
@@ -80,19 +90,27 @@ def pooled_lookup(weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTe
     assert first_out_row + table.local_batch <= own.shape[0], f"outputs have only {own.shape[0]} rows"
     width = max((t.out_column + columns for t in table.tables), default=0)
     assert width <= own.shape[1], f"outputs have {own.shape[1]} columns, not {width}"
+    if host is not None:
+        check_host(weights, host)
     lookup = triton_pooled_lookup if weights.is_cuda else plain_pooled_lookup
-    lookup(weights, ids, table, outs, first_out_row)
+    lookup(weights, ids, table, outs, first_out_row, host)
 
 
 def plain_pooled_lookup(
-    weights: Tensor, ids: Tensor, table: LookupTable, outs: PeerTensors, first_out_row: int = 0
+    weights: Tensor,
+    ids: Tensor,
+    table: LookupTable,
+    outs: PeerTensors,
+    first_out_row: int = 0,
+    host: Tensor | None = None,
 ) -> None:
     """Computes `pooled_lookup` in PyTorch."""
+    in_host = None if host is None else host[:, 0]
     for first_id, (hot, first_row, out_column) in zip(table.first_ids, table.tables, strict=True):
         bags = ids[first_id : first_id + table.global_batch * hot].view(table.ranks, table.local_batch, hot)
         for rank_bags, out in zip(bags, outs.tensors, strict=True):
             rows = out.narrow(0, first_out_row, table.local_batch).narrow(1, out_column, weights.shape[1])
-            rows.copy_(weights[first_row + rank_bags.long()].sum(1))
+            rows.copy_(rows_at(weights, in_host, first_row + rank_bags.long()).sum(1))
 
 
 def triton_pooled_lookup(
@@ -101,6 +119,7 @@ def triton_pooled_lookup(
     table: LookupTable,
     outs: PeerTensors,
     first_out_row: int = 0,
+    host: Tensor | None = None,
     tile: int = 0,
     widest_step: int = 0,
     num_warps: int = 0,
@@ -123,6 +142,9 @@ def triton_pooled_lookup(
         table.local_batch,
         first_out_row,
         outs.own.stride(0),
+        len(weights),
+        host_offset(weights, host),
+        host is not None and len(host) > 0,
         weights.stride(0),
         columns,
         next_power_of_2(len(table.tables)),
@@ -144,6 +166,9 @@ def _pooled_lookup_kernel(
     local_batch,
     first_out_row,
     out_stride,
+    device_rows,
+    in_host,
+    tiered: tl.constexpr,
     stride: tl.constexpr,
     columns: tl.constexpr,
     table_slots: tl.constexpr,
@@ -177,6 +202,9 @@ def _pooled_lookup_kernel(
                 first_out_row,
                 out_stride,
                 out_column,
+                device_rows,
+                in_host,
+                tiered,
                 stride,
                 columns,
                 tile >> step_bits,
@@ -186,9 +214,14 @@ def _pooled_lookup_kernel(
 
 
 @jit
-def _sum_rows(weights, row, valid, stride: tl.constexpr, columns: tl.constexpr):
+def _sum_rows(
+    weights, row, valid, device_rows, in_host, tiered: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr
+):
     """fp32 [bags, columns]: sums over the second axis of row and valid, [bags, step]."""
-    at = row.to(tl.int64)[:, :, None] * stride + tl.arange(0, columns)[None, None, :]
+    start = row.to(tl.int64) * stride
+    if tiered:
+        start += tl.where(row >= device_rows, in_host, 0)
+    at = start[:, :, None] + tl.arange(0, columns)[None, None, :]
     return tl.sum(tl.load(weights + at, valid[:, :, None], other=0.0), 1)
 
 
@@ -205,6 +238,9 @@ def _add_bags(
     first_out_row,
     out_stride,
     out_column,
+    device_rows,
+    in_host,
+    tiered: tl.constexpr,
     stride: tl.constexpr,
     columns: tl.constexpr,
     bags: tl.constexpr,
@@ -223,14 +259,15 @@ def _add_bags(
     at = ids + bag.to(tl.int64)[:, None] * hot + nth
     row = tl.load(at, inside[:, None] & (nth < hot), other=0)
     if ends_in_one:
-        total = _sum_rows(weights, row, inside[:, None] & (nth < hot), stride, columns)
+        total = _sum_rows(weights, row, inside[:, None] & (nth < hot), device_rows, in_host, tiered, stride, columns)
     else:
         total = tl.zeros([bags, columns], tl.float32)
         start = 0
         while start < hot:
             # The next ids are on their way while these ids' rows are.
             following = tl.load(at + start + step, inside[:, None] & (start + step + nth < hot), other=0)
-            total += _sum_rows(weights, row, inside[:, None] & (start + nth < hot), stride, columns)
+            valid = inside[:, None] & (start + nth < hot)
+            total += _sum_rows(weights, row, valid, device_rows, in_host, tiered, stride, columns)
             row = following
             start += step
 

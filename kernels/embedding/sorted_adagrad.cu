@@ -4,7 +4,8 @@
 // at random addresses: a group asks for the gradients of UNROLL positions, and for weights and state of the runs that
 // end there, before it uses the first. The ids of the next positions are on their way meanwhile.
 //
-// No headers: NVRTC comes with none. Given on the command line: COLUMNS, BF16 (of gradients, else fp32), CHUNK, UNROLL.
+// No headers: NVRTC comes with none. Given on the command line: COLUMNS, BF16 (of gradients, else fp32), CHUNK, UNROLL,
+// TIERED (some rows are in host memory).
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -21,6 +22,12 @@ struct Arguments {
   int flags;
   float eps;
   int count, stride;  // of ids; from row to row of weights and state
+  int device_rows;    // rows from this number on are in host memory,
+  long long in_host;  // so many elements further
+
+  __device__ __forceinline__ u64 row(int id) const {
+    return u64(u32(id)) * u32(stride) + (TIERED && id >= device_rows ? u64(in_host) : 0);
+  }
 };
 
 __device__ __forceinline__ float4 load_once(const float* at) {
@@ -117,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sorted_adagrad(const __gri
     for (int i = 0; i < UNROLL; ++i) {
       // A run that ends here and began in this chunk.
       if (first + i < end && ids[i] >= 0 && ids[i] != ids[i + 1] && ids[i] != id_before) {
-        const u64 at = u64(u32(ids[i])) * u32(p.stride) + lane * 4;
+        const u64 at = p.row(ids[i]) + lane * 4;
         w[i] = load_once(p.weights + at), s[i] = load_once(p.state + at);
       }
     }
@@ -133,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sorted_adagrad(const __gri
         u32 largest = 0;
         step(w[i].x, s[i].x, sum.x, rate, p.eps, largest), step(w[i].y, s[i].y, sum.y, rate, p.eps, largest);
         step(w[i].z, s[i].z, sum.z, rate, p.eps, largest), step(w[i].w, s[i].w, sum.w, rate, p.eps, largest);
-        const u64 at = u64(u32(id)) * u32(p.stride) + lane * 4;
+        const u64 at = p.row(id) + lane * 4;
         if (largest >= INFINITE && p.flags > 0) keep(p, at, w[i], s[i]);
         *reinterpret_cast<float4*>(p.weights + at) = w[i];
         *reinterpret_cast<float4*>(p.state + at) = s[i];

@@ -22,6 +22,7 @@ from torch import Tensor
 from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._cuda import Kernel, available
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.embedding.tiered_rows import check_host, host_offset, put_rows, rows_at
 from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 
 _WARPS = 2048  # enough to fill a large GPU
@@ -54,6 +55,9 @@ class SortedAdagrad(NamedTuple):
     eps: float
     watch: Watch | None = None
     """See non_finite.py."""
+    host: Tensor | None = None
+    """fp32 [H, 2, C], weights and state of the rows from number R on, see tiered_rows.py; equal ids are then runs in
+    any order."""
 
     def launch(self) -> None:
         """Checks the arguments and updates."""
@@ -65,6 +69,9 @@ class SortedAdagrad(NamedTuple):
         assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient in bf16 or fp32, not {grad.dtype}"
         assert self.sorted_ids.dtype == self.sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
         assert rate.numel() == 1 and rate.device == weights.device, "learning rate: a device scalar"
+        if self.host is not None:
+            check_host(weights, self.host)
+            assert state.data_ptr() - weights.data_ptr() == 4 * weights.shape[1], "state after the weights of its row"
         if not weights.is_cuda:
             self.plain()
         elif available():
@@ -81,11 +88,13 @@ class SortedAdagrad(NamedTuple):
         ids, run = torch.unique_consecutive(self.sorted_ids[valid], return_inverse=True)
         rows = self.grad.view(-1, weights.shape[1])[self.sorted_bags[valid]].to(weights.dtype)
         g = weights.new_zeros(len(ids), weights.shape[1]).index_add_(0, run, rows)
-        rows_state, rows_weights = state[ids], weights[ids]
+        host_weights, host_state = (None, None) if self.host is None else self.host.unbind(1)
+        rows_state, rows_weights = rows_at(state, host_state, ids), rows_at(weights, host_weights, ids)
         new_state = rows_state + g * g
         new_weights = rows_weights - self.learning_rate * g / (new_state.sqrt() + self.eps)
         changed(self.watch, rows_state, rows_weights, new_state, new_weights)
-        state[ids], weights[ids] = rows_state, rows_weights
+        put_rows(state, host_state, ids, rows_state)
+        put_rows(weights, host_weights, ids, rows_weights)
 
     def triton(self, tile: int = 0, chunk: int = 0) -> None:
         """Updates in two kernels."""
@@ -111,8 +120,10 @@ class SortedAdagrad(NamedTuple):
         _, _, partials, _, _, *watched = tensors
         ordered = (weights, self.state, partials, self.sorted_ids, self.sorted_bags, self.grad, self.learning_rate)
         pointers = [None if t is None else t.data_ptr() for t in (*ordered, *watched)]
-        arguments = _Arguments(*pointers, watch_of(self.watch)[2], self.eps, count, weights.stride(0))
-        kernel = _kernel(columns, self.grad.dtype == torch.bfloat16, chunk, unroll, weights.device)
+        in_host = host_offset(weights, self.host)
+        sizes_and_rows = (watch_of(self.watch)[2], self.eps, count, weights.stride(0), len(weights), in_host)
+        arguments = _Arguments(*pointers, *sizes_and_rows)
+        kernel = _kernel(columns, self.grad.dtype == torch.bfloat16, chunk, unroll, in_host != 0, weights.device)
         kernel.launch(cdiv(len(partials), _THREADS // (columns // 4)), arguments)
         self._merge(tensors, sizes)
 
@@ -122,7 +133,9 @@ class SortedAdagrad(NamedTuple):
         stopped, bad, flags = watch_of(self.watch)
         partials = _partials(cdiv(count, chunk), self.weights)
         tensors = (self.weights, self.state, partials, self.sorted_ids, self.learning_rate, stopped, bad)
-        return tensors, (self.eps, count, flags, self.weights.stride(0), columns, chunk)
+        in_host = host_offset(self.weights, self.host)
+        rows = (len(self.weights), in_host, in_host != 0)
+        return tensors, (self.eps, count, *rows, flags, self.weights.stride(0), columns, chunk)
 
     def _merge(self, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
         chunks = len(tensors[2])
@@ -159,12 +172,14 @@ class _Arguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("count", ctypes.c_int),
         ("stride", ctypes.c_int),
+        ("device_rows", ctypes.c_int),
+        ("in_host", ctypes.c_int64),
     )
 
 
 @functools.cache
-def _kernel(columns: int, bf16: bool, chunk: int, unroll: int, device: torch.device) -> Kernel:
-    defines = {"COLUMNS": columns, "BF16": int(bf16), "CHUNK": chunk, "UNROLL": unroll}
+def _kernel(columns: int, bf16: bool, chunk: int, unroll: int, tiered: bool, device: torch.device) -> Kernel:
+    defines = {"COLUMNS": columns, "BF16": int(bf16), "CHUNK": chunk, "UNROLL": unroll, "TIERED": int(tiered)}
     with torch.cuda.device(device):
         return Kernel(_SOURCE, "sorted_adagrad", defines, _THREADS, 0)
 
@@ -188,6 +203,9 @@ def _sorted_adagrad_kernel(
     bags,
     eps,
     count,
+    device_rows,
+    in_host,
+    tiered: tl.constexpr,
     flags: tl.constexpr,
     stride: tl.constexpr,
     columns: tl.constexpr,
@@ -217,6 +235,8 @@ def _sorted_adagrad_kernel(
         at_grad = bag.to(tl.int64)[:, None] * columns + tl.max_contiguous(column, [1, 4])
         rows = tl.load(grad + at_grad, valid[:, None], other=0.0).to(tl.float32)
         offset = row_id.to(tl.int64)[:, None] * stride + column
+        if tiered:
+            offset += tl.where(row_id >= device_rows, in_host, 0)[:, None]
         w = tl.load(weights + offset, finishes[:, None], other=0.0)
         s = tl.load(state + offset, finishes[:, None], other=0.0)
 
@@ -253,6 +273,9 @@ def _sorted_adagrad_merge_kernel(
     bad,
     eps,
     count,
+    device_rows,
+    in_host,
+    tiered: tl.constexpr,
     flags: tl.constexpr,
     stride: tl.constexpr,
     columns: tl.constexpr,
@@ -278,6 +301,8 @@ def _sorted_adagrad_merge_kernel(
             next_chunk += width
             goes_on = tl.sum(inside.to(tl.int32)) == width
         offset = run_id.to(tl.int64) * stride + column
+        if tiered:
+            offset += tl.where(run_id >= device_rows, in_host, 0)
         s = tl.load(state + offset) + g * g
         w = tl.load(weights + offset) - tl.load(learning_rate) * g / (tl.sqrt(s) + eps)
         writes = column < columns

@@ -1,8 +1,8 @@
-"""Which events the histories of a packed batch hold, where sizes are fixed and the true ones are on the device alone.
+"""Events of a packed batch's histories, where shapes are fixed and the true sizes are on the device alone.
 
-A sample's history are the events of its segment before `end`, of each pool those from that pool's `first` on (Packed
-in dlrm/dlrmv4/data/packed.py). How many of them lie before an event is a sum of three counts, which never falls along
-the segment: so each place of a history finds its event by a binary search of its own.
+A sample's history holds the events of its segment before `end`, and of each pool those from that pool's `first` on
+(Packed in dlrm/dlrmv4/data/packed.py). The number of them before an event is a sum of three counts, which never falls
+along the segment, so a binary search finds the event of each place of a history.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a RecMetricList asks for, as one table of slots: which sum feeds which state of which metric, for how long.
+"""Table of slots that a RecMetricList asks for: the sum that feeds each state of each metric, and for how long.
 
 A slot is one float64 state of one metric ("pos_labels" of NE), held for every task, once over the lifetime and once
 over the metric's window. Metrics share the sums of a batch, never their states: their windows differ, and a checkpoint
@@ -201,7 +201,7 @@ def _check_metric(metric: RecMetric, name: str) -> None:
 
 
 def _common_options(metric: RecMetric) -> dict[str, Any]:
-    """What TorchRec gives to every metric alike, unless a list is made by hand."""
+    """Returns the options that TorchRec gives to every metric alike, unless a list is made by hand."""
     computation: Any = metric._metrics_computations[0]
     return {
         "should_validate_update": metric._should_validate_update,

@@ -27,7 +27,7 @@ _NONE: Mapping[int, Any] = {}
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within it `module(...)` runs `forward`, its hooks included."""
+    """Makes `module(...)` run `forward` within the block, its hooks included."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

@@ -1,4 +1,4 @@
-"""Why a capture failed, told by the line of the user's model that it failed in."""
+"""Reasons of failed captures, with the line of the user's model in which the capture failed."""
 
 import linecache
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torchrec
 
+from . import reasons
 from .cuda_graph import record
 
 _OTHERS = (
@@ -49,7 +50,7 @@ def told(error: BaseException) -> str:
     if not _CAPTURING.search(str(error)):
         return f"{message} (at {place})"
     instead = next((what for pattern, what in _INSTEAD if re.search(pattern, line)), "keep it on the device")
-    return f"{place} reads the device from the host, which no graph can: {instead}"
+    return reasons.READS_DEVICE(line=place, instead=instead)
 
 
 def _first(error: BaseException) -> BaseException:

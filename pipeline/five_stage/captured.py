@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from . import reasons
 from .batch_fields import leaves, map_fields
 from .cuda_graph import record
 from .embedding_outputs import EmbeddingOutputs
@@ -22,10 +23,7 @@ class FeaturesRead:
     """Stands for a KJT while the dense part is captured: its ids are another batch's at every replay."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ValueError(
-            f"the dense part reads the batch's KJT (.{name}), which a CUDA graph cannot: its shape changes with every "
-            "batch; give what is needed of it as a tensor field of the batch"
-        )
+        raise ValueError(reasons.READS_KJT(attribute=name))
 
 
 class Room:

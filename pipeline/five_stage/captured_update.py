@@ -14,6 +14,7 @@ from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from . import reasons
 from .dense_update import WATCHED, innermost, is_watched, others
 from .step_graph import StepWork, why_never
 
@@ -55,7 +56,7 @@ class CapturedUpdate:
         if any(is_watched(inner) for inner, _ in self._works):
             return False, WATCHED
         if any(work.is_scaled for _, work in self._works):
-            return False, "a gradient scaler leaves the scaling to the optimizer"
+            return False, reasons.SCALED()
         if all(work.prepared for _, work in self._works):
             return True, None
         return False, next((why for _, work in self._works if (why := work.why_not_now()) is not None), None)
@@ -135,10 +136,7 @@ def _does_more(optimizer: Any) -> str | None:
         return _does_more(optimizer._optimizer)
     if innermost(optimizer) == [optimizer] and any(group["params"] for group in optimizer.param_groups):
         return WATCHED if is_watched(optimizer) else None
-    return (
-        f"the step of {type(optimizer).__name__} may do more than launch kernels, which no replay does: it runs after "
-        "the graph. If it does not, say so: `runs_in_graphs = True` in the class"
-    )
+    return reasons.DOES_MORE(kind=type(optimizer).__name__)
 
 
 def _fused(optimizer: Any) -> Iterable[Any]:

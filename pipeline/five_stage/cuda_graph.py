@@ -88,7 +88,7 @@ class GraphedFunction:
         self._results: tuple[Tensor, ...] = ()
         self._stream: torch.cuda.Stream | None = None
         self.failure: str | None = None
-        """Why the function could not be captured, if so; it runs plainly then."""
+        """Reason why the function could not be captured; it runs plainly then. None while there is none."""
 
     def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
         """Returns the function's results. The capturing call reads the device, once, where there is a group."""

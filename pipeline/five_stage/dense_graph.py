@@ -84,7 +84,7 @@ class DenseGraph:
         self._other_form: str | None = None
         self._padding: dict[Form, str | None] = {}
         self.failure: str | None = None
-        """Why the dense part is not captured, if it cannot be."""
+        """Reason why the dense part cannot be captured; None while there is none."""
         self.eager_batches = 0
         """Batches that no graph ran although some have run others, or could."""
         self._reduce: torch.cuda.CUDAGraph | None = None

@@ -15,12 +15,13 @@ from torch.optim import optimizer as torch_optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 
+from . import reasons
 from .cuda_graph import captures
 from .step_graph import StepGraph, why_never
 
 logger = logging.getLogger(__name__)
 
-WATCHED = "hooks, or a step that somebody has put in its place, wait for calls of the optimizer's step"
+WATCHED = reasons.WATCHED()
 
 
 class DenseUpdate:

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import get_module
 
+from . import reasons
 from .sharded_modules import Sharded
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -21,13 +22,13 @@ def why_not_graphed(model: DistributedModelParallel, modules: Sequence[Sharded],
     one."""
     wrapped = get_module(model)
     if device.type != "cuda":
-        return f"CUDA graphs need a GPU; the pipeline's device is {device}"
+        return reasons.NO_GPU(device=device)
     if not isinstance(wrapped, DistributedDataParallel):
-        return f"the dense part is wrapped by {type(wrapped).__name__}, not by DistributedDataParallel"
+        return reasons.NO_DDP(kind=type(wrapped).__name__)
     if wrapped._comm_hooks:
-        return "DistributedDataParallel has a communication hook, and a graphed all-reduce would leave it out"
+        return reasons.COMM_HOOK()
     if getattr(model, "model_trackers", None):
-        return "a model tracker counts the calls of the model, of which a graph makes none"
+        return reasons.TRACKED()
     return _shared(model.module, modules) or _hooked(model.module, modules)
 
 
@@ -51,7 +52,7 @@ def _shared(model: nn.Module, sharded: Iterable[Sharded]) -> str | None:
         own = {id(parameter) for parameter in one.module._feature_processors.parameters()}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) in own and not name.startswith(f"{one.name}."):
-                return f"{name} is a parameter of the feature processors of {one.name} too: give each its own"
+                return reasons.SHARED_PARAMETER(parameter=name, module=one.name)
     return None
 
 
@@ -61,15 +62,12 @@ def _hooked(model: nn.Module, sharded: Sequence[Sharded]) -> str | None:
     tables = {id(parameter) for one in sharded for parameter in one.collection.parameters()}
     for name, module in model.named_modules():
         if id(module) not in inside and any(_calls_for_python(module, hooks) for hooks in _HOOKS):
-            return f"hooks of {name or 'the model'} ({type(module).__name__}) would run at captures only: remove them"
+            return reasons.MODULE_HOOKS(module=name or "the model", kind=type(module).__name__)
     for name, parameter in model.named_parameters():
         if id(parameter) in tables:
             continue
         if getattr(parameter, "_in_backward_optimizers", None):
-            return (
-                f"{name} is updated in the backward (apply_optimizer_in_backward), which no graph does: give it to the "
-                "optimizer"
-            )
+            return reasons.IN_BACKWARD(parameter=name)
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return f"{name} has gradient hooks, which a graph would not call: change gradients in the optimizer's step"
+            return reasons.GRADIENT_HOOKS(parameter=name)
     return None

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     rows: list[int] | None
     """The room of a graph to capture, for each of the outputs' values."""
     eager: str | None
-    """Why it runs eagerly, where it is not only that its form has to come back first."""
+    """Reason why it runs eagerly; None where its form has only to come back first."""
 
 
 @dataclass(slots=True)

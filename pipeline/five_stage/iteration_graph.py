@@ -10,8 +10,8 @@ graph           staging 0 -> dist n+1 -> slot 1   staging 1 -> dist n+2 -> slot 
                 slot 0 -> train on n              slot 1 -> train on n+1
 ```
 
-The pipeline keeps every batch as it came, too: whatever no graph takes runs eagerly, from the batch itself. Before the
-capture the graphs' work runs eagerly on the stream that will capture it, and trains.
+The pipeline also keeps every batch as it came: a batch that no graph takes runs eagerly, from itself. Before the
+capture the graphs' work runs eagerly on the capture stream, and trains.
 """
 
 import logging
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
+from . import reasons
 from .batch_fields import map_fields
 from .capture_errors import told
 from .captured import copied, of_graph
@@ -31,26 +32,29 @@ from .cuda_graph import destroy, record
 from .dense_graph import DenseGraph
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .in_flight import InFlight
-from .input_dist import InputDist
+from .input_dist import Distribution, InputDist
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
 from .iteration_slots import BatchForm, Slot, Staging, fields_of
+from .overflows import Overflows
 from .replicated_tables import ReplicatedTables
+from .sharded_modules import Sharded
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
 from .table_rates import TableRates
 
 logger = logging.getLogger(__name__)
 
-FIRST = f"the first {WARM_UP} iterations run eagerly"
+FIRST = reasons.FIRST(count=WARM_UP)
 STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
-_UPDATE = ("all-reduce of dense gradients", "dense update")
+_SLOTS = 2
+UPDATE = ("all-reduce of dense gradients", "dense update")
 
 
 class IterationGraph:
     """Trains on batches of the first one's form; see the module.
 
-    What a replay would not notice is looked for before every iteration: changes of the model (see FrozenModel), of the
-    optimizers' numbers and memory. The graphs are then captured anew, on all ranks at once: such changes are the same
+    Before every iteration it looks for changes that a replay would not notice: of the model (see FrozenModel), of the
+    optimizers' numbers and memory. All ranks then capture the graphs again at once, because such changes are the same
     on all of them. Learning rates may change with every step (see TableRates and StepWork).
     """
 
@@ -70,6 +74,8 @@ class IterationGraph:
         self._streams, self._device, self._group = streams, device, group
         self._update = CapturedUpdate(optimizer, dense.parameters)
         self._rates = TableRates([kernel for _, kernel in lookup_kernels(lookups.called)])
+        self._overflows = Overflows(lookups.called, _SLOTS, device)
+        self._capacities: dict[str, dict[str, int]] = {}
         self._form: BatchForm | None = None
         self._slots: list[Slot] = []
         self._staging: list[Staging] = []
@@ -82,7 +88,7 @@ class IterationGraph:
         self._iterations = self.captures = self.replays = 0
         self._eager: dict[str, int] = {}
         self.failure: str | None = None
-        """Why nothing is captured, if so, the same on all ranks."""
+        """Reason why nothing is captured, the same on all ranks; None while there is none."""
 
     @property
     def updates(self) -> bool:
@@ -100,18 +106,22 @@ class IterationGraph:
 
     def describe(self) -> dict[str, Any]:
         """Returns what the graph holds, how often it was captured and replayed, and what ran without it."""
-        stages = [*STAGES, *(_UPDATE if self.updates else ())]
+        stages = [*STAGES, *(UPDATE if self.updates else ())]
         counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
-        followed = {"follows_table_rates": self._rates.followed}
-        return {"in_graph": stages if self.replays else [], **counts, "eager": dict(self._eager), **followed}
+        more: dict[str, Any] = {"follows_table_rates": self._rates.followed}
+        if self._overflows.possible:
+            more["row_capacities"] = self._capacities
+        return {"in_graph": stages if self.replays else [], **counts, "eager": dict(self._eager), **more}
 
     # Batches
 
     def begin(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> str | None:
-        """Takes the form of the first batch; says what keeps such batches out of a graph."""
+        """Takes the form of the first batch; returns what keeps such batches out of a graph."""
         modules = self._lookups.called
         if (why := why_no_iteration_of(modules, features)) is None:
-            self._form = BatchForm(batch, [one.module.declared for one in modules])
+            self._form = BatchForm(batch, features, [one.module.declared for one in modules])
+            of_modules = ((one, kjt.stride()) for one, kjt in zip(modules, features, strict=True) if _varying(one))
+            self._capacities = {one.name: one.module.row_capacities(stride) for one, stride in of_modules}
         return why
 
     def fits(self, batch: Any) -> bool:
@@ -119,7 +129,7 @@ class IterationGraph:
         return self._form is not None and self._form.fits(batch)
 
     def stage(self, batch: InFlight[Any]) -> None:
-        """Copies the batch after the next one to where the next call's graph will read it, on the current stream,
+        """Copies the batch after the next one into the staging of the next call's graph, on the current stream,
         which comes after the last graph but one."""
         if self._graphs and batch.fits:
             self._stage(1 - self._turn, batch)
@@ -131,8 +141,9 @@ class IterationGraph:
     # An iteration
 
     def why_not_now(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> str | None:
-        """Says what keeps this iteration out of a graph; None where `train` is to be called. Once an iteration, in the
-        place of what else asks the dense part for changes. Captures where it is time to; `failure` says if not."""
+        """Returns what keeps this iteration out of a graph; None where `train` is to be called. Called once an
+        iteration, in place of the dense part's own look for changes. Captures when it is time; `failure` has the reason
+        if that fails."""
         self._iterations += 1
         if self.updates:
             self._dense.gradients.publish()
@@ -145,15 +156,17 @@ class IterationGraph:
             return FIRST
         why = self.failure or self._dense.failure
         if why is None and changed is not None:
-            why = f"within {WARM_UP} batches something had changed: {changed}"
+            why = reasons.CHANGED(count=WARM_UP, change=changed)
         why = why or why_no_update
         if why is None and not (now.fits and (ahead is None or ahead.fits)):
-            why = "it, or the next batch, had another form than the first one on some rank"
+            why = reasons.OTHER_FORM()
         if why is None and (autocast := _autocast(self._device)) != self._autocast:
-            why = f"autocast was {autocast}, and {self._autocast} for the first batches"
+            why = reasons.AUTOCAST(now=autocast, first=self._autocast)
         if why is None and not self._graphs and self._rehearsed >= len(self._slots) > 0:
             self._capture()
             why = self.failure
+        if why is None and self._overflows.possible and self._overflows.of(index := self._by_capacity(now, ahead)):
+            self._slots[index].holds, why = None, reasons.OVERFLOW()
         if why is not None:
             self._eager[why] = self._eager.get(why, 0) + 1
         return why
@@ -171,9 +184,7 @@ class IterationGraph:
         where no graph has made it."""
         if not self._slots:
             wait()
-            self._slots = [Slot(now.batch, now.features, now.distribution) for _ in range(2)]
-            assert self._form is not None, "begun"
-            self._staging = [Staging(now.batch, now.features, self._form.vary) for _ in range(2)]
+            self._make_slots(now, now.distribution)
         index = self._place(now, ahead, wait)
         if not self._graphs:
             self._prepare()
@@ -184,6 +195,7 @@ class IterationGraph:
         else:
             self._rehearse(index)
         self._update.after_replay()
+        self._overflows.launched(1 - index)
         self._turn = index
         self._slots[index].holds, self._slots[1 - index].holds = None, ahead
         self._staging[index].holds = None
@@ -191,18 +203,46 @@ class IterationGraph:
 
     def _place(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> int:
         """Brings both to where one of the graphs reads them, and returns which one's place that is."""
-        found = next((i for i, slot in enumerate(self._slots) if slot.holds is now), None)
+        found = self._slot_of(now)
         if found is None:
-            staged = (i for i, staging in enumerate(self._staging) if ahead is not None and staging.holds is ahead)
-            found = next(staged, 1 - self._turn)
+            found = self._free_slot(ahead)
             wait()
             self._slots[found].fill(fields_of(now.batch), now.distribution)
         if ahead is not None and self._staging[found].holds is not ahead:
             self._stage(found, ahead)
         return found
 
+    def _by_capacity(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> int:
+        """Returns the slot of a batch, which is distributed now where no graph has done it."""
+        index = self._slot_of(now)
+        if index is None:
+            self._streams.wait(now.copied)
+            index, distribution = self._free_slot(ahead), self._input_dists.new()
+            with self._overflows.told(index):
+                distribution.advance(now.features, "features")
+            self._overflows.launched(index)
+            if not self._slots:
+                self._make_slots(now, distribution)
+            self._slots[index].fill(fields_of(now.batch), distribution)
+            self._slots[index].holds = now
+        return index
+
+    def _make_slots(self, now: InFlight[Any], distribution: Distribution) -> None:
+        assert self._form is not None, "begun"
+        varying = [_varying(one) for one in self._lookups.called]
+        self._slots = [Slot(now.batch, now.features, distribution, varying) for _ in range(_SLOTS)]
+        self._staging = [Staging(now.batch, now.features, self._form) for _ in range(_SLOTS)]
+
+    def _slot_of(self, batch: InFlight[Any]) -> int | None:
+        return next((i for i, slot in enumerate(self._slots) if slot.holds is batch), None)
+
+    def _free_slot(self, ahead: InFlight[Any] | None) -> int:
+        """Returns where to put a batch that no graph has distributed: where the graph reads `ahead` that has it."""
+        staged = (i for i, staging in enumerate(self._staging) if ahead is not None and staging.holds is ahead)
+        return next(staged, 1 - self._turn)
+
     def _rehearse(self, index: int) -> None:
-        """Runs what is to be captured, on the stream that is to capture it, and trains by that."""
+        """Runs the work to be captured, on the capture stream, which trains."""
         with self._streams.on("iteration", after=self._streams.mark()):
             self._work(index)
         self._streams.wait(self._streams.mark("iteration"))
@@ -217,7 +257,7 @@ class IterationGraph:
         streams, slot, lookups = self._streams, self._slots[index], self._lookups
         begun = streams.mark()
         with stage("input_dist", self._device), streams.on("input_dist", after=begun):
-            self._distribute(self._staging[index], self._slots[1 - index])
+            self._distribute(self._staging[index], 1 - index)
             brought = streams.mark("input_dist")
         if self.updates:
             self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
@@ -240,10 +280,11 @@ class IterationGraph:
             streams.wait(event)
         self._outputs[index] = map_fields(output, of_graph)
 
-    def _distribute(self, staging: Staging, slot: Slot) -> None:
+    def _distribute(self, staging: Staging, slot: int) -> None:
         distribution = self._input_dists.new()
-        distribution.advance(staging.features, "features")
-        slot.fill(staging.fields, distribution)
+        with self._overflows.told(slot):
+            distribution.advance(staging.features, "features")
+        self._slots[slot].fill(staging.fields, distribution)
 
     def _dense_update(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
         with self._streams.on("dense_update", after):
@@ -257,8 +298,8 @@ class IterationGraph:
     # Captures
 
     def _capture(self) -> None:
-        """Captures both graphs, which runs nothing. The first time it is collective: all ranks have them, or none has,
-        and says why. Later ones are not, as a rank without tables may have no reason to: RuntimeError where they fail.
+        """Captures both graphs, which runs nothing. The first time is collective: all ranks have them, or none, and
+        each says why. Later times are not, as a rank without tables may have no reason: RuntimeError where they fail.
         """
         self._prepare()
         torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
@@ -281,7 +322,7 @@ class IterationGraph:
         self.captures += 1
         if self.captures > 1:
             if error is not None:
-                raise RuntimeError(f"an iteration that was captured before cannot be captured anew: {error}")
+                raise RuntimeError(f"an iteration that was captured before cannot be captured again: {error}")
             return
         everyone: list[str | None] = [None] * self._group.size()
         dist.all_gather_object(everyone, error, group=self._group)
@@ -304,6 +345,12 @@ class IterationGraph:
     def close(self) -> None:
         """Destroys the graphs."""
         self._drop()
+
+
+def _varying(one: Sharded) -> Sequence[int]:
+    """Returns the places of the module's KJTs whose lengths of looked-up ids differ between batches."""
+    found: Sequence[int] = getattr(one.module, "varying_groups", ())
+    return found
 
 
 def _autocast(device: torch.device) -> str:

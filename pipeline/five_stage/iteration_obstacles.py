@@ -1,4 +1,4 @@
-"""What keeps a model's sharded modules out of the graph of a whole iteration, each named with what to do about it."""
+"""Obstacles that keep a model's sharded modules out of the graph of a whole iteration, each with its remedy."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,9 +8,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import KeyedJaggedTensor
 
+from . import reasons
 from .sharded_modules import Sharded
+from .trimmed.ebc import TrimmedEBC
 from .trimmed.ec_sharder import TrimmedEC
-from .trimmed.sharder import TrimmedEBC
 
 OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """FBGEMM's fused optimizers whose update takes no number from the host but the learning rate."""
@@ -25,40 +26,31 @@ def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
 
 
 def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
-    """Says what keeps the modules out of the graph, as far as it is known before the first batch."""
+    """Returns what keeps the modules out of the graph, as far as known before the first batch."""
     for one in modules:
+        if one.has_processors:
+            return reasons.PROCESSED(module=one.name)
         if type(one.module) not in (TrimmedEBC, TrimmedEC):
-            return (
-                f"{one.name} is a {one.kind}, whose input dist reads the device: shard an EmbeddingBagCollection by "
-                "TrimmedEBCSharder(multi_hot_sizes), an EmbeddingCollection by TrimmedECSharder(sequence_lengths)"
-            )
-        by_dist = one.module.trimmed_features()
-        waiting = [*by_dist.get("dynamic", ()), *by_dist.get("torchrec", ())]
-        if waiting:
-            return (
-                f"the input dist of {', '.join(waiting)} of {one.name} depends on the ids: declare the sizes of all "
-                "features to the sharder, plan tables table-wise, column-wise or data-parallel, or set rows_to_all"
-            )
+            return reasons.NOT_TRIMMED(module=one.name, kind=one.kind)
+        if waiting := one.module.reading_features():
+            return reasons.READS_SIZES(module=one.name, features=", ".join(waiting))
         if len(one.module.declared.per_batch) > 1:
-            return f"batches of {one.name} are of several sizes (batch_ids): a graph is of one, so declare the largest"
+            return reasons.SEVERAL_SIZES(module=one.name)
         if getattr(one.module, "gives_ids", False):
-            return f"{one.name} gives ids with its vectors (need_indices): give the model what it needs of them"
+            return reasons.GIVES_IDS(module=one.name)
     whys = (_of_kernel(name, kernel) for name, kernel in lookup_kernels(modules))
     return next((why for why in whys if why is not None), None)
 
 
 def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJaggedTensor]) -> str | None:
-    """Says what of the first batch keeps it out of the graph. features: of each module."""
+    """Returns what keeps the first batch out of the graph. features: of each module."""
     for one, kjt in zip(modules, features, strict=True):
         if kjt.variable_stride_per_key():
-            return f"batch sizes differ between the features of {one.name}: give all of them one size"
+            return reasons.VARIABLE_BATCH(module=one.name)
         keys: list[str] = kjt.keys()
         undeclared = [key for key in keys if key not in one.module.declared]
         if undeclared:
-            return (
-                f"the KJT of {one.name} has features of undeclared sizes, {', '.join(undeclared)}: declare them "
-                "to its sharder, or give them in a KJT of their own"
-            )
+            return reasons.UNDECLARED(module=one.name, features=", ".join(undeclared))
     return None
 
 
@@ -72,16 +64,13 @@ def refusal(why: str) -> str:
 
 def _of_kernel(name: str, kernel: Any) -> str | None:
     if not isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen):
-        return f"a table of {name} is looked up by {type(kernel).__name__}: plan the compute kernel `fused`"
+        return reasons.OTHER_KERNEL(module=name, kind=type(kernel).__name__)
     if kernel.lxu_cache_weights.numel() or kernel.weights_uvm.numel():
-        return f"a table of {name} lies in host memory, behind a cache that the host manages: plan it on the GPU"
+        return reasons.HOST_MEMORY(module=name)
     if kernel.optimizer not in OPTIMIZERS or _counts(kernel):
-        return (
-            f"the fused update of {name}, {kernel.optimizer.value}, counts its steps on the host: choose SGD, Adagrad "
-            "or row-wise Adagrad without weight decay by counters"
-        )
+        return reasons.COUNTS_STEPS(module=name, optimizer=kernel.optimizer.value)
     if kernel.stochastic_rounding and kernel.weights_precision != SparseType.FP32:
-        return f"{name} rounds its weights at random, which no test compares: set stochastic_rounding=False, or fp32"
+        return reasons.ROUNDS_AT_RANDOM(module=name)
     return None
 
 

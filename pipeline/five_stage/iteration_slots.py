@@ -1,6 +1,6 @@
 """Memory that graphs of whole iterations read: batches as they come, and batches whose ids have been distributed.
 
-Lengths are no part of it: of declared multi-hot sizes they are the same for every batch.
+It leaves out lengths: those of declared multi-hot sizes are the same in every batch.
 """
 
 import copy
@@ -21,11 +21,17 @@ Form = tuple[Any, ...]
 
 
 class BatchForm:
-    """The common properties of all batches of a graph: shapes, dtypes and values of fields, keys and numbers of ids."""
+    """The common properties of all batches of a graph: shapes, dtypes and values of fields, keys and numbers of ids.
 
-    def __init__(self, batch: Any, declared: Sequence[Sizes]) -> None:
-        """declared: of the modules, for all keys of the batch's KJTs together."""
+    KJTs that no module is given are left out: the graph holds nothing that reads them.
+    """
+
+    def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], declared: Sequence[Sizes]) -> None:
+        """features: the KJT of each module that is called. declared: of the modules, for all keys of these together."""
         kjts, rest = parts_of(batch)
+        used = set(map(id, features))
+        self._used = [i for i, kjt in enumerate(kjts) if id(kjt) in used]
+        kjts = self.used(kjts)
         self._form = _form_of(kjts, rest)
         self._ids = [[_ids_of_key(key, declared, kjt.stride()) for key in list(kjt.keys())] for kjt in kjts]
         self._even = [all(_is_even(key, declared) for key in list(kjt.keys())) for kjt in kjts]
@@ -33,12 +39,17 @@ class BatchForm:
 
     @property
     def vary(self) -> list[bool]:
-        """For each KJT, whether its lengths are others in every batch."""
+        """For each KJT that is used, whether its lengths are others in every batch."""
         return [not even for even in self._even]
+
+    def used(self, kjts: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
+        """Returns those of a batch's KJTs that some module is given."""
+        return [kjts[i] for i in self._used if i < len(kjts)]
 
     def fits(self, batch: Any) -> bool:
         """Returns whether a batch has this form. Lengths that are on the device are trusted; others are read."""
         kjts, rest = parts_of(batch)
+        kjts = self.used(kjts)
         return _form_of(kjts, rest) == self._form and self._has_declared(kjts)
 
     def _has_declared(self, kjts: Sequence[KeyedJaggedTensor]) -> bool:
@@ -84,7 +95,7 @@ def fields_of(batch: Any) -> list[Tensor]:
 
 
 def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copies tensors [of any shapes and types] into others of the same ones, with a launch for each type."""
+    """Copies tensors [any shapes and types] into others of equal shapes and types, with a launch for each type."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for to, of in zip(into, tensors, strict=True):
         pair = by_type.setdefault(of.dtype, ([], []))
@@ -98,12 +109,12 @@ def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 class Staging:
     """A batch as it came to the device, for an input dist to read."""
 
-    def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], vary: Sequence[bool]) -> None:
-        """Makes memory in the form of a batch on the device. features: the KJT of each module that is called. vary:
-        whether the lengths of each of its distinct KJTs differ from batch to batch."""
+    def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], form: BatchForm) -> None:
+        """Makes memory in the form of a batch on the device. features: the KJT of each module that is called."""
         kjts, rest = parts_of(batch)
-        own = {id(kjt): _over(kjt, lengths_too=varies) for kjt, varies in zip(kjts, vary, strict=True)}
-        self._vary = list(vary)
+        of_form = zip(form.used(kjts), form.vary, strict=True)
+        own = {id(kjt): _over(kjt, lengths_too=varies) for kjt, varies in of_form}
+        self._form = form
         self.features = [own[id(kjt)] for kjt in features]
         """The KJT of each module."""
         self.fields = [torch.zeros_like(field) for field in _tensors(rest)]
@@ -114,12 +125,12 @@ class Staging:
     def fill(self, batch: Any) -> None:
         """Copies a batch on the device, on the current stream."""
         kjts, rest = parts_of(batch)
-        copy_by_type(self._memory, [*_tensors(rest), *self._of_kjts(kjts)])
+        copy_by_type(self._memory, [*_tensors(rest), *self._of_kjts(self._form.used(kjts))])
 
     def _of_kjts(self, kjts: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
         return [
             tensor
-            for kjt, varies in zip(kjts, self._vary, strict=True)
+            for kjt, varies in zip(kjts, self._form.vary, strict=True)
             for tensor in (*_ids_of(kjt), *([kjt.lengths()] if varies else []))
         ]
 
@@ -127,25 +138,40 @@ class Staging:
 class Slot:
     """A batch to train on: its fields, and the ids that this rank looks up."""
 
-    def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], distribution: Distribution) -> None:
+    def __init__(
+        self,
+        batch: Any,
+        features: Sequence[KeyedJaggedTensor],
+        distribution: Distribution,
+        varying: Sequence[Sequence[int]],
+    ) -> None:
         """Makes memory in the form of a batch on the device. distribution: that of this batch, done; all batches
-        have its lengths of looked-up ids."""
+        have its lengths of looked-up ids. varying: of each module the KJTs that differ in these lengths."""
         stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]
-        """What the model gives to each module in place of its KJT."""
+        """Stand-ins that the model gives to each module in place of its KJT."""
         self._fields = _tensors(leaves(self.batch, set(map(id, stand_ins.values()))))
         self.contexts = [_own_context(context) for context in distribution.contexts]
         """TorchRec's, for each module's compute_and_output_dist."""
-        self.features = [KJTList([_over(kjt) for kjt in of]) for of in distribution.features]
+        self._varying = [list(of_module) for of_module in varying]
+        self.features = [
+            KJTList([_over(kjt, lengths_too=i in vary, offsets_too=i in vary) for i, kjt in enumerate(of)])
+            for of, vary in zip(distribution.features, self._varying, strict=True)
+        ]
         """What each module looks up."""
         self.holds: Any = None
         """Whose batch is in it."""
 
     def fill(self, fields: Sequence[Tensor], distribution: Distribution) -> None:
         """Copies a batch and what its input dist has made, on the current stream."""
-        into = [*self._fields, *_ids(self.features), *_lengths(self.contexts)]
-        copy_by_type(into, [*fields, *_ids(distribution.features), *_lengths(distribution.contexts)])
+        into = [*self._fields, *self._of(self.features), *_lengths(self.contexts)]
+        copy_by_type(into, [*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
+
+    def _of(self, features: Sequence[KJTList]) -> list[Tensor]:
+        """Returns what differs between batches of the KJTs that this rank looks up."""
+        kjts = [of[i] for of, vary in zip(features, self._varying, strict=True) for i in vary]
+        return [*_ids(features), *(tensor for kjt in kjts for tensor in (kjt.lengths(), kjt.offsets()))]
 
 
 def _ids(features: Sequence[KJTList]) -> list[Tensor]:
@@ -168,7 +194,7 @@ def _before(context: Any) -> list[KeyedJaggedTensor]:
 
 
 def _own_context(context: Any) -> Any:
-    """Returns a context like this one, with the lengths of sequences in memory of its own."""
+    """Returns a context like this one, with the lengths of sequences in separate memory."""
     if not _before(context):
         return context
     own = copy.copy(context)
@@ -178,15 +204,17 @@ def _own_context(context: Any) -> Any:
     return own
 
 
-def _over(kjt: KeyedJaggedTensor, lengths_too: bool = False) -> KeyedJaggedTensor:
-    """Returns the same KJT over new ids and weights; lengths and offsets are the same memory, or new too."""
+def _over(kjt: KeyedJaggedTensor, lengths_too: bool = False, offsets_too: bool = False) -> KeyedJaggedTensor:
+    """Returns the same KJT over new ids and weights; lengths and offsets are the same memory, or new too. Offsets of
+    new lengths alone are made by whoever asks for them."""
     weights = kjt.weights_or_none()
+    offsets = kjt.offsets().clone() if offsets_too else None if lengths_too else kjt.offsets_or_none()
     return KeyedJaggedTensor(
         keys=kjt.keys(),
         values=torch.zeros_like(kjt.values()),
         weights=None if weights is None else torch.zeros_like(weights),
         lengths=kjt.lengths().clone() if lengths_too else kjt.lengths_or_none(),
-        offsets=None if lengths_too else kjt.offsets_or_none(),
+        offsets=offsets,
         stride=kjt.stride(),
         length_per_key=kjt.length_per_key_or_none(),
         offset_per_key=kjt.offset_per_key_or_none(),

@@ -61,8 +61,8 @@ class FiveStageOptions(HostSwitches):
     avoid_record_streams: bool = True
     pinned_d2h: bool = True
     uneven_end: Literal["error", "stop", "ignore"] = "error"
-    """What ranks do that have more batches than another: see BatchEnd. error: all ranks raise ValueError after the last
-    batch that all have. stop: they end there, all of them. ignore: nothing is exchanged, and such ranks hang."""
+    """Treatment of ranks that have more batches than another: see BatchEnd. error: all ranks raise ValueError after the
+    last batch that all have. stop: all ranks end there. ignore: nothing is exchanged, and such ranks hang."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -78,7 +78,7 @@ class FiveStageOptions(HostSwitches):
 
 
 def few_queues(options: FiveStageOptions, device_type: str) -> str | None:
-    """Why the kernels of two launching threads may wait for one another on the GPU, if they may."""
+    """Returns why the kernels of two launching threads may wait for one another on the GPU; None if they may not."""
     if options.launch_threads == 1 or device_type != "cuda":
         return None
     connections = os.environ.get(_CONNECTIONS)

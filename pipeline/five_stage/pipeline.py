@@ -139,6 +139,8 @@ class FiveStagePipeline(Generic[In, Out]):
                 output = self._iteration(batches) if in_flight else None
         except BaseException as error:
             self._failed = True
+            if isinstance(error, StopIteration):
+                raise RuntimeError("StopIteration within an iteration, which is no end of the batches") from error
             if isinstance(error, torch.OutOfMemoryError) and self._graph is not None:
                 error.add_note(self._graph.what_it_holds)
             raise

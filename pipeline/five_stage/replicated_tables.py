@@ -36,7 +36,7 @@ class ReplicatedTables:
 
     @contextmanager
     def looked_up(self) -> Iterator[None]:
-        """Within it TorchRec's lookups are of these tables without DDP."""
+        """Makes TorchRec look up these tables without DDP within the block."""
         weights = self.parameters
         self._leaves = [of.detach().requires_grad_(of.requires_grad) for of in weights]
         forwards: dict[nn.Module, Any] = {lookup: lookup.module.__call__ for lookup in self._wrapped}

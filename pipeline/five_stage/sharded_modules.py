@@ -111,7 +111,7 @@ def refuse_call(one: Sharded) -> Callable[..., NoReturn]:
     def forward(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(
             f"the model calls {one.name}, which it did not call with the first batch: the pipeline has not looked up "
-            "what it is to give. Call every sharded module with every batch"
+            "its rows. Call every sharded module with every batch"
         )
 
     return forward

@@ -1,4 +1,4 @@
-"""How many ids go where, in one all-to-all and at most one read by the host for a whole input dist.
+"""The splits of a whole input dist, in one all-to-all and at most one read by the host.
 
 TorchRec's input dist of a KJT is two steps: ranks tell each other the splits, then lengths and values travel. Its own
 code reads from the device, each time with a stream sync: the splits received (dist_data.py, SplitsAllToAllAwaitable),

@@ -16,8 +16,11 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.adagrad import adagrad
 from torch.optim.sgd import sgd
 
+from . import reasons
 from .cuda_graph import destroy, record
 
+NATIVE = (Adagrad, SGD)
+"""torch's optimizers whose functions are captured themselves; others are with their option `capturable`."""
 WARM_UP = 3
 """Eager steps with the same hyperparameters and memory before one is captured."""
 CHANGED = (
@@ -29,18 +32,16 @@ CHANGED = (
 def why_never(optimizer: Optimizer) -> str | None:
     """Says what keeps all steps of this optimizer out of a graph; None if nothing does."""
     kind = type(optimizer).__name__
-    if type(optimizer) not in (Adagrad, SGD) and not all("capturable" in group for group in optimizer.param_groups):
-        return (
-            f"it is {kind}'s, which has no option `capturable`; Adam, AdamW, SGD and Adagrad are captured as they are"
-        )
+    if type(optimizer) not in NATIVE and not all("capturable" in group for group in optimizer.param_groups):
+        return reasons.NOT_CAPTURABLE(kind=kind)
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
-        return f"{kind} has complex parameters"
+        return reasons.COMPLEX(kind=kind)
     return None
 
 
 class StepWork:
-    """What one optimizer's step launches, on memory and with numbers that are looked at before every step: a graph may
-    hold it, its own (StepGraph) or that of an iteration."""
+    """Launches of one optimizer's step, on memory and with numbers that are compared before every step. Its own graph
+    (StepGraph) may hold them, or that of an iteration."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """optimizer: one for which why_never finds nothing."""
@@ -51,7 +52,7 @@ class StepWork:
         self._tensors: list[Tensor] = []
         """Those of `_memory`."""
         self._layouts: list[Any] = []
-        """Where they lie, and how: a parameter that is the same may be given other memory (`parameter.data = ...`)."""
+        """Their addresses and layouts: the same parameter may be given other memory (`parameter.data = ...`)."""
         self._steps = self._unchanged = 0
         self._counts: list[Tensor] = []
         self._on_device: list[Tensor] = []
@@ -218,8 +219,8 @@ class StepWork:
 
     @contextmanager
     def _as_capturable(self, twins: dict[int, Tensor]) -> Iterator[None]:
-        """Within it the optimizer has what a capture needs: the option, step counts and learning rates on the device.
-        twins: the counts, by parameter's id."""
+        """Gives the optimizer, within the block, what a capture needs: the option, step counts and learning rates on
+        the device. twins: the counts, by parameter's id."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         before = [(group["capturable"], group["lr"]) for group in groups]
         counts = [(p, state[p]["step"]) for group in groups for p in group["params"] if id(p) in twins]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from . import reasons
 from .node_parameters import MarkedArguments, keeps_graphs, marks
 
 CAPTURES_IN_A_ROW = 4
@@ -24,7 +25,7 @@ class TableRates:
         self._marked: list[MarkedArguments] = []
         self._moved_in_a_row = 0
         self.failure: str | None = None
-        """Why graphs cannot follow the rates, if so."""
+        """Reason why graphs cannot follow the rates; None while they can."""
 
     @property
     def followed(self) -> bool:
@@ -68,10 +69,7 @@ class TableRates:
             return True
         self._moved_in_a_row = self._moved_in_a_row + 1 if moved else 0
         if self._moved_in_a_row >= CAPTURES_IN_A_ROW:
-            self.failure = (
-                f"the tables' learning rate has changed with each of {CAPTURES_IN_A_ROW} steps, and FBGEMM reads it on "
-                "the host: here a graph must be captured anew for every rate, so change it in larger steps"
-            )
+            self.failure = reasons.RATE_MOVES(steps=CAPTURES_IN_A_ROW)
         return not moved
 
     def _set(self) -> None:

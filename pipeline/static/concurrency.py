@@ -1,8 +1,8 @@
 """The streams and barriers of the static pipeline, each with its work or the accesses that it orders.
 
-Those of stage 3 are in the benchmark's own room (dlrm/dcnv2/concurrency.py). CONCURRENCY.md draws one iteration and
-describes for each buffer its writers, its readers and their order; tests/pipeline/static/test_barriers.py shows that no
-barrier is missing and none is idle.
+Those of stage 3 are in the concurrency.py of the benchmark's room. CONCURRENCY.md draws one iteration and describes for
+each buffer its writers, its readers and their order; tests/pipeline/static/test_barriers.py shows that no barrier is
+missing and none is idle.
 """
 
 from dlrm_bench.dlrm.runtime.peer_memory import Barrier
@@ -19,7 +19,13 @@ AGREEMENT = Stream(
     priority=Priority.FILL,
     carries="the ranks' agreement whether the next batch overflows any list of picked ids; no sort waits for it",
 )
-LOCAL = Stream(name="local", carries="the lookup of replicated tables, and what of stage 3 needs no pooled vectors")
+TIERS = Stream(
+    name="tiers",
+    priority=Priority.FILL,
+    carries="where rows are on two tiers: the sort of the next batch's ids, the places of its rows, and the rows that "
+    "come to the device beside this batch",
+)
+LOCAL = Stream(name="local", carries="lookups of replicated tables, and the part of stage 3 without pooled vectors")
 SECOND_HALF = Stream(name="second half", carries="the chain of the second half of a batch in two halves")
 SECOND_LOOKUP = Stream(
     name="second lookup", priority=Priority.FILL, carries="the lookup of the second half, beside the first half's chain"
@@ -63,7 +69,7 @@ def pipeline_barriers(parts: int, nodes: int) -> tuple[Barrier, ...]:
 
 def pipeline_streams() -> tuple[Stream, ...]:
     """Returns all streams of the static pipeline, stage 3's left out."""
-    return MAIN, INPUT_DIST, AGREEMENT, LOCAL, SECOND_HALF, SECOND_LOOKUP, REPLICATED, TABLES, SORT, WEIGHTS_SEEN
+    return MAIN, INPUT_DIST, AGREEMENT, TIERS, LOCAL, SECOND_HALF, SECOND_LOOKUP, REPLICATED, TABLES, SORT, WEIGHTS_SEEN
 
 
 def _pooled(part: int, nodes: int) -> Barrier:

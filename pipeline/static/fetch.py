@@ -23,6 +23,8 @@ class BatchFetcher:
         self._addresses = torch.zeros(in_flight, dtype=torch.int64, pin_memory=self._pin)
         self._ring = self._addresses.numpy()  # where an assignment takes the host a tenth of a tensor's
         self._fetched = torch.zeros((), dtype=torch.int64, device=device)
+        self.is_new = torch.zeros(1, dtype=torch.int32, device=device)
+        """Whether the batch that was fetched last came from the host, 1, or was there already, 0; on the device."""
         self._named = 0
         self._batches: deque[torch.Tensor | None] = deque(maxlen=in_flight)
         """The memory of named batches, for as long as the device may read it."""
@@ -38,4 +40,4 @@ class BatchFetcher:
 
     def fetch(self, into: _Stored) -> None:
         """Launches the copy of the next named batch, on the current stream."""
-        fetch_next(self._addresses, self._fetched, into.storage.view(torch.int32))
+        fetch_next(self._addresses, self._fetched, into.storage.view(torch.int32), self.is_new)

@@ -37,7 +37,7 @@ class Graphs:
         self.captures = 0
         """Number of captures of the functions."""
         self.fell_back: str | None = None
-        """Why the functions run eagerly; None while they do not."""
+        """Reason why the functions run eagerly; None while they do not."""
 
     def add(self, work: Callable[[], None]) -> int:
         """Adds a function; returns its number."""

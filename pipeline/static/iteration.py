@@ -1,7 +1,7 @@
 """One iteration on the static EBC: five stages of fixed shapes on several streams.
 
 1 input dist               of the next batch, beside stages 2 to 5; the sort of its ids beside the table update
-2 embedding forward        beside it the lookup of replicated tables, and what of stage 3 needs no pooled vectors
+2 embedding forward        beside it the lookup of replicated tables, and the part of stage 3 without pooled vectors
 3 dense forward/backward   the benchmark's, see dlrm/dense/static_dense.py
 4 embedding backward       beside the weight gradients that stage 3 has left
 5 dense update             the benchmark's, beside 3 and 4
@@ -24,7 +24,9 @@ from torch.profiler import record_function
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.dense.static_dense import DenseBackward, DenseContext, EmbeddingForward, StaticDense
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
-from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC
+from dlrm_bench.dlrm.runtime.streams import Branch
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 from dlrm_bench.pipeline.static import concurrency as on
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.streams import IterationStreams
@@ -49,7 +51,7 @@ class Stages:
     dense: StaticDense
     """Stages 3 and 5."""
     memory: PeerMemory | None
-    """Where both exchange through peer memory."""
+    """Peer memory, where both exchange through it; else None."""
 
 
 class Iteration:
@@ -71,6 +73,10 @@ class Iteration:
             if self._ebc.splits_rows:
                 with streams.beside(on.AGREEMENT, incoming):
                     self._agree(ahead)
+            if self._ebc.in_tiers:  # what comes over the link to the host takes long: sort and places come first
+                with streams.beside(on.TIERS, incoming) as arriving:
+                    self._sort_ids(ahead)
+                    self._bring_rows(ahead)
             with record_function("embedding_forward"):
                 pooled, forward = self._embedding_forward(now)
             last = forward.parts[-1]
@@ -81,10 +87,14 @@ class Iteration:
                 with streams.beside(on.REPLICATED, last, backward.guarded):
                     self._ebc.update_replicated(now.ids, dense.gradients, self._guard.watch)
             with record_function("embedding_backward"):
-                self._embedding_backward(now, pooled, forward, backward)
-            # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, and its blocks are small.
-            with streams.beside(on.SORT, incoming, last):
-                self._sort_ids(ahead)
+                tables = self._embedding_backward(now, pooled, forward, backward)
+            if self._ebc.in_tiers:
+                with streams.on(tables):
+                    streams.join(arriving)
+                    self._ebc.bring_late_rows(ahead.ids)
+            else:  # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, in small blocks.
+                with streams.beside(on.SORT, incoming, last):
+                    self._sort_ids(ahead)
             if self._memory is not None:
                 with streams.beside(on.WEIGHTS_SEEN, *backward.updates):
                     self._memory.barrier(on.WEIGHTS)
@@ -109,15 +119,17 @@ class Iteration:
 
     def _embedding_backward(
         self, now: Slot, pooled: Tensor | None, forward: EmbeddingForward, backward: DenseBackward
-    ) -> None:
+    ) -> Branch:
+        """Returns the branch of the table update."""
         parts = forward.parts
         for part, rows in enumerate(self._dense.shape.rows):
             with self._streams.on(parts[part]):
                 if part == len(parts) - 1:  # before the last barrier ahead of the table update
                     self._streams.join(backward.guarded)
                 self._ebc.gradient_dist(self._dense.gradients[rows], part)
-        with self._streams.beside(on.TABLES, parts[-1], *backward.before_tables):
+        with self._streams.beside(on.TABLES, parts[-1], *backward.before_tables) as tables:
             self._ebc.update(now.ids, pooled, self._guard.watch)
+        return tables
 
     def _local_forward(self, slot: Slot) -> None:
         """Runs what needs no other rank: the replicated tables, and stage 3's beginning."""
@@ -125,10 +137,12 @@ class Iteration:
         self._dense.local_forward(slot.batch)
 
     def input_dist(self, slot: Slot) -> None:
-        """Fetches the next batch into `slot`, distributes its ids and sorts them."""
+        """Fetches the next batch into `slot`, distributes its ids, sorts them, and brings its rows to their places."""
         self._exchange_ids(slot)
         self._agree(slot)
         self._sort_ids(slot)
+        self._bring_rows(slot)
+        self._ebc.bring_late_rows(slot.ids)
 
     def _exchange_ids(self, slot: Slot) -> None:
         with record_function("input_dist"):
@@ -142,6 +156,10 @@ class Iteration:
     def _sort_ids(self, slot: Slot) -> None:
         with record_function("input_dist"):
             self._ebc.sort(slot.ids)
+
+    def _bring_rows(self, slot: Slot) -> None:
+        with record_function("input_dist"):
+            self._ebc.bring_rows(slot.ids)
 
     def evaluate(self, now: Slot, ahead: Slot) -> Tensor:
         """Returns the logits of `now`'s batch, by weights that were gathered before, and brings the next batch to

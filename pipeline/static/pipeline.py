@@ -25,7 +25,7 @@ from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC, TableUpdates
 from dlrm_bench.dlrm.tables.pooled.ways import Collectives, InPeerMemory, Layout, OverNodes, Way
-from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, table_memory_bytes
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, rank_memory_bytes, table_memory_bytes
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.check_ids import check_ids
@@ -55,15 +55,17 @@ class StaticPipeline:
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
         tables, optimizer = config.model.tables, config.optimizer
-        check_tables_fit(tables, optimizer.tables, device_memory_bytes(ranks), device)
+        tiers = options.tiers
+        check_tables_fit(tables, optimizer.tables, rank_memory_bytes(ranks, tiers), device)
         self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self._plan = plan_for(
             config,
             Topology.of(ranks.world_size, ranks.local_world_size),
-            table_memory_bytes(ranks),
+            table_memory_bytes(ranks, tiers),
             replicate=options.replicates(ranks.nodes),
             split_rows=options.splits_rows(ranks.nodes),
             costs=costs_of(self._gpu),
+            constraints=options.constraints_on(tables),
         )
         self._memory = PeerMemory(ranks) if options.peer_memory else None
         self.dense = parts.static_dense(config, options.dense, ranks, self._memory)
@@ -71,7 +73,7 @@ class StaticPipeline:
         """The learning rate of all weights on the device, fp32 [1]."""
         layout = Layout(tables, self._plan, ranks, self.dense.shape)
         updates = TableUpdates(optimizer.tables, self._rate, options.presort_ids)
-        self.ebc = StaticEBC(layout, updates, self._way(), config.seed)
+        self.ebc = StaticEBC(layout, updates, self._way(), config.seed, tiers)
         self._learning_rate = optimizer.learning_rate
         # Batch n uses slot n % 2.
         self._slots = [self._new_slot() for _ in range(2)]
@@ -119,6 +121,7 @@ class StaticPipeline:
                 for _ in self.evaluate(repeat(batch, EAGER_BATCHES + len(self._eval.slots))):
                     pass
         self._step = self._named = self._overflows = 0
+        self.ebc.forget_moves()
 
     def prepare(self, batch: Batch) -> Batch:
         """Returns the batch itself: only its one buffer in pinned memory is copied."""
@@ -189,8 +192,7 @@ class StaticPipeline:
         memory = memory_gb(
             self._ranks,
             {
-                "tables": [table.weights for table in self.ebc.table_shards()],
-                "optimizer_state": [table.state for table in self.ebc.table_shards()],
+                **self.ebc.memory(),
                 "batches": [*self._slots, *self._eval.slots],
                 "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
                 # The batches and dense weights that other ranks write are in it, too.
@@ -202,6 +204,7 @@ class StaticPipeline:
                 [_describe_shard(s, names) for s in self._plan.of_rank(rank)] for rank in range(self._ranks.world_size)
             ],
             **self._describe_overflows(),
+            **self._describe_tiers(),
             **self._describe_eight_bits(),
             **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
@@ -216,6 +219,16 @@ class StaticPipeline:
         overflows = [0] * self._ranks.world_size
         dist.all_gather_object(overflows, self._overflows)
         return {"batches_over_capacity": overflows}
+
+    def _describe_tiers(self) -> dict[str, Any]:
+        """Returns the rows of each rank on each tier, and what came to the device, where rows are on two tiers.
+        Collective."""
+        own = self.ebc.describe_tiers()
+        if own is None:
+            return {}
+        of_ranks = [own] * self._ranks.world_size
+        dist.all_gather_object(of_ranks, own)
+        return {"table_tiers": of_ranks}
 
     def _describe_eight_bits(self) -> dict[str, Any]:
         """Returns counts of numbers, evaluations' among them, that were too large for eight bits and became the
@@ -247,7 +260,9 @@ class StaticPipeline:
         """See dlrm_bench.pipeline.interface.Pipeline."""
         for which, of_which in zip(_MASTER_AND_STATE, blocks, strict=True):
             values = {key: of_which[key][0].local for key in self.dense.dense_keys}
-            self.dense.load_state_dict({key: value for key, value in values.items() if value is not None}, which)
+            self.dense.load_state_dict(
+                {key: value for key, value in values.items() if isinstance(value, Tensor)}, which
+            )
 
     def _blocks(self, which: DenseState) -> TensorBlocks:
         """Returns weights or optimizer state of the tables, as stored, and of the dense network, from whole copies."""
@@ -262,7 +277,7 @@ class StaticPipeline:
             block = TensorBlock(s.rank, (s.row_part, s.column), (s.rows(tables), columns), held.get(s), s.row_parts)
             blocks.setdefault(keys[s.table], []).append(block)
         for shard, tensor in held.items():
-            if shard.table in self._plan.replicated:
+            if isinstance(tensor, Tensor) and shard.table in self._plan.replicated:
                 blocks[keys[shard.table]] = [TensorBlock.whole(tensor)]
         return blocks
 

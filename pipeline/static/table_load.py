@@ -13,7 +13,8 @@ from dlrm_bench.dlrm.runtime.gpu_types import costs_of, note
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, rank_loads
-from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 
 _REPETITIONS = 10
 # GPU clock cycles, some 20 ms, in which the host launches all repetitions: the GPU then never waits for a launch.

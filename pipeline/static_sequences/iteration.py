@@ -89,7 +89,7 @@ class Iteration:
         with torch.no_grad(), record_function("input_dist"):
             self._fetcher.fetch(slot.batch)
             self._dense.write_ids(slot.batch, slot.ids)
-            space.tables.input_dist(slot.ids, slot.rows)
+            space.tables.input_dist(slot.ids, slot.rows, self._fetcher.is_new)
 
     def evaluate(self, space: Space, parity: int, tokens: int, logits: Tensor, labels: Tensor) -> None:
         """Writes logits and labels, fp32 [B], of the batch in slot `parity`, and brings the next one to the other

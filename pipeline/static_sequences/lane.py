@@ -26,13 +26,13 @@ _MARGIN = 1.1
 
 class Lane:
     """Runs one batch after another, each beside the input dist of the next one, while the ranks agree on the one after
-    that. All ranks have as many batches, and all run them in the same room.
+    that. All ranks have the same number of batches, and all run them in the same room.
 
     A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a larger space
-    is there, which is captured anew. A room for tokens is captured when a batch first needs it, later with others
-    around it. Graphs share memory, and what a large one has freed holds a smaller one, not the other way round: a room
-    larger than all before makes the graphs begin anew. A batch with more
-    rows of one rank than ranks exchange runs eagerly, on all ranks (SequenceTables.eager_rows).
+    is allocated, which is captured again. A room for tokens is captured when a batch first needs it, later with others
+    around it. Graphs share memory: the memory that a large one frees holds a smaller one, not the other way round, so
+    a room larger than all before makes the graphs begin anew. A batch with more rows of one rank than ranks exchange
+    runs eagerly, on all ranks (SequenceTables.eager_rows).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Lane:
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew with the next batches, once those before have ended, and with what `describe` counts."""
+        """Begins anew with the next batches, once those before have ended, and with the counts of `describe`."""
         self._coming.clear()
         self._begun = self._ended = False
         self._now: tuple[Prepared, Needs] | None = None
@@ -112,8 +112,8 @@ class Lane:
         return done
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a record says of rooms: batches by room for tokens, the share of it that is padding on this
-        rank, the room for ids, how often it grew, and how many batches had more rows of one rank than it takes."""
+        """Returns a record's part on rooms: batches by room for tokens, its share of padding on this rank, the room for
+        ids, the number of times that it grew, and the number of batches with more rows of one rank than it takes."""
         total = sum(room * count for room, count in self.rooms.items())
         return {
             "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
@@ -146,7 +146,7 @@ class Lane:
         return prepared, asked.needs()
 
     def _name(self, batch: Prepared | None) -> None:
-        """Names the batch of the next input dist; None leaves what is there, which is distributed again."""
+        """Names the batch of the next input dist; None leaves the last one, which is distributed again."""
         if batch is not None and batch.events != self.room.events:
             batch = self._dense.padded(batch, self.room.events)
         self._fetcher.name(None if batch is None else batch.batch)

@@ -18,6 +18,7 @@ from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity, check_ids
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
 from dlrm_bench.pipeline.interface import check_device
@@ -27,6 +28,7 @@ from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
+from dlrm_bench.pipeline.static_sequences.dynamic_state import dynamic_blocks
 from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
 from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
 from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
@@ -64,8 +66,11 @@ class StaticSequencesPipeline:
         config = self._config
         optimizer = config.optimizer.tables
         assert isinstance(optimizer, RowWiseAdagrad), "checked with the configuration"
-        capacity = self._capacity(room)
-        return SequenceTables(config.model.tables, capacity, self._ranks, optimizer, self._rate, config.seed)
+        capacity, tables, dynamic = self._capacity(room), config.model.tables, None
+        if self._options.dynamic_rows is not None:
+            places, evicts = self._options.dynamic_rows, self._options.evict_rows
+            dynamic = DynamicRows(tables, self._ranks, config.seed, places, evicts)
+        return SequenceTables(tables, capacity, self._ranks, optimizer, self._rate, config.seed, dynamic=dynamic)
 
     def _capacity(self, room: IdRoom) -> IdCapacity:
         return IdCapacity(self.dense.id_counts(room.events), room.rows)
@@ -90,10 +95,9 @@ class StaticSequencesPipeline:
         optimizer state and generators are as before afterwards. See pipeline/interface.py."""
         assert self._launched == 0, "a warm-up comes before the first batch"
         batch = self.prepare(self.dense.warm_up_batch())
-        kept = [tensor[:ROWS] for table in self.tables.table_shards() for tensor in (table.weights, table.state)]
-        kept += [*self.dense.memory(), self._guard.watch.stopped]
+        kept = [*self.dense.memory(), self._guard.watch.stopped]
         count = EAGER + 2  # which capture the graph of each slot
-        with unchanged(kept, self._ranks):
+        with unchanged(kept, self.tables.unchanged(ROWS), self._ranks):
             batches = repeat(batch, count)
             for _ in range(count):
                 self.train_step(batches)
@@ -104,7 +108,7 @@ class StaticSequencesPipeline:
         self._launched = 0
 
     def prepare(self, batch: Any) -> Prepared:
-        """Returns the batch padded in pinned memory: one buffer is all that travels."""
+        """Returns the batch padded in pinned memory, one buffer to copy."""
         return self.dense.prepare(batch, self._runs.room.events)
 
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:
@@ -137,6 +141,8 @@ class StaticSequencesPipeline:
     def go_on_after(self, iterations: int) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline."""
         self._before = iterations
+        if self.tables.dynamic is not None:
+            self.tables.dynamic.map.go_on_after(iterations)
 
     def tallies(self) -> Tallies:
         """See dlrm_bench.pipeline.interface.Pipeline."""
@@ -156,15 +162,20 @@ class StaticSequencesPipeline:
         memory = memory_gb(
             self._ranks,
             {
-                "tables": [table.weights for table in self.tables.table_shards()],
-                "optimizer_state": [table.state for table in self.tables.table_shards()],
+                "tables": [self.tables.memory[0]],
+                "optimizer_state": [self.tables.memory[1]],
                 "rows": [[lane.space.rows, lane.space.gradients] for lane in lanes.values()],
                 "dense_weights": self.dense.memory(),
             },
         )
         rooms: list[Any] = [{name: lane.describe() for name, lane in lanes.items()}]
         dist.broadcast_object_list(rooms)
-        return {
+        dynamic: dict[str, Any] = {}
+        if self.tables.dynamic is not None:
+            of_ranks: list[Any] = [None] * self._ranks.world_size
+            dist.all_gather_object(of_ranks, self.tables.dynamic.map.describe())
+            dynamic = {"dynamic_rows": of_ranks}
+        return dynamic | {
             "row_parts": self._ranks.world_size,
             "rooms": rooms[0],
             "cuda_graphs": {name: lane.graphs.describe() for name, lane in lanes.items() if lane.graphs is not None},
@@ -185,6 +196,9 @@ class StaticSequencesPipeline:
             torch.cuda.synchronize()
         weights: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.weights().items()}
         state: TensorBlocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.optimizer_state().items()}
+        if self.tables.dynamic is not None:
+            rows = dynamic_blocks(self.tables.dynamic, self._ranks)
+            return StateBlocks(weights | rows.weights, state | rows.optimizer)
         tables, ranks = self._config.model.tables, range(self._ranks.world_size)
         for number, (key, table) in enumerate(zip(self.dense.table_keys, self.tables.table_shards(), strict=True)):
             for of_kind, local, columns in ((weights, table.weights, tables.columns), (state, table.state, 1)):

@@ -37,7 +37,7 @@ def room_for_tokens(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class IdRoom:
-    """Room for what a batch's ids are."""
+    """Room for the ids of a batch."""
 
     events: int
     """Distinct events."""
@@ -86,5 +86,5 @@ class Agreement:
         self._group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
 
     def ask(self, needs: Needs) -> Asked:
-        """Asks all ranks what they need for their part of the same batch. Collective."""
+        """Asks all ranks for the room that their part of the same batch needs. Collective."""
         return Asked(needs, self._group)

@@ -13,8 +13,9 @@ from dlrm_bench.dlrm.torchrec_model import DeclaredSizes, TorchRecModel
 from dlrm_bench.pipeline.five_stage.cuda_graph import captures
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions, HostSwitches
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed.ebc import TrimmedEBC
 from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedEC, TrimmedECSharder
-from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBC, TrimmedEBCSharder
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from dlrm_bench.pipeline.torchrec.model import TorchRecPipeline
 from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches
 from dlrm_bench.pipeline.torchrec.sharding import Codecs, Sharders, quantized_codecs

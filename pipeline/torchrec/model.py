@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.model_parallel import DataParallelWrapper
-from torchrec.distributed.types import CommOp, ShardingType
+from torchrec.distributed.types import CommOp, ParameterSharding, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
@@ -28,7 +28,7 @@ from dlrm_bench.pipeline.state import StateBlocks
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
 from dlrm_bench.pipeline.torchrec.planner import table_optimizer
 from dlrm_bench.pipeline.torchrec.sharding import Built, Codecs, Sharders, build_sharded
-from dlrm_bench.pipeline.torchrec.state import state_blocks
+from dlrm_bench.pipeline.torchrec.state import forget_cached_rows, state_blocks
 
 _WARM_UP_BATCHES = 3
 
@@ -122,8 +122,10 @@ class TorchRecPipeline(ABC):
             group["lr"] = value
 
     def take_blocks(self, blocks: StateBlocks) -> None:
-        """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the memory that is trained."""
+        """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the memory that is trained, but for rows of tables
+        in host memory that a GPU's cache has had before."""
         self._synchronize()
+        forget_cached_rows(self._model)
 
     def state_blocks(self) -> StateBlocks:
         """See dlrm_bench.pipeline.interface.Pipeline; ValueError where the state is of the sharding and not of the
@@ -145,6 +147,7 @@ class TorchRecPipeline(ABC):
                     "sharding_type": sharding.sharding_type,
                     "compute_kernel": sharding.compute_kernel,
                     "ranks": sharding.ranks,
+                    **_cached_share(sharding),
                 }
                 for name, sharding in tables.items()
             }
@@ -198,6 +201,12 @@ class TorchRecPipeline(ABC):
         """Waits for every stream: schedules read and update tables on other streams."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _cached_share(sharding: ParameterSharding) -> dict[str, float]:
+    """Returns the share of a table's rows that the GPU caches, where the table is in host memory; empty otherwise."""
+    share = sharding.cache_params and sharding.cache_params.load_factor
+    return {} if share is None else {"cache_load_factor": share}
 
 
 def _build_optimizer(built: Built, of_benchmark: TorchRecModel, config: TrainingConfig) -> CombinedOptimizer:

@@ -1,9 +1,12 @@
 """Options of the pipelines over TorchRec's modules."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.dlrm.tables.plan.constraints import FLAG, Constraints, parse_constraints
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.five_stage.options import HostSwitches
 
 Schedule = Literal["base", "sparse-dist", "fused-sparse-dist"]
@@ -20,8 +23,34 @@ class TorchRecModelOptions:
     """Number format of pooled vectors in TorchRec's all-to-alls; their gradients are bf16 in both cases. On the CPU
     TorchRec uses bf16 in place of fp16."""
 
+    constraints: tuple[str, ...] = ()
+    """Your own sharding of single tables for TorchRec's planner (ParameterConstraints), as TABLES=SHARDING:
+    `0,9=column-wise:64 20-22=table-wise,hbm:0.2`. SHARDING is table-wise, column-wise, column-wise:COLUMNS, row-wise or
+    data-parallel. hbm:SHARE keeps the table in host memory, with a cache of this share of its rows on the GPU (compute
+    kernel fused_uvm_caching; hbm:0 fused_uvm, hbm:1 fused)."""
+
     def check(self, config: TrainingConfig) -> None:
         """Raises ValueError, naming the flag, where these options cannot train `config`."""
+        self.constraints_on(config.model.tables)
+
+    def constraints_on(self, tables: Tables) -> Constraints:
+        """Returns the user's constraints; ValueError names a word that is none, or that TorchRec cannot obey."""
+        constraints = parse_constraints(self.constraints, tables)
+        require(
+            tables.pooled or not constraints,
+            f"{FLAG}: every pipeline splits the tables of this model by rows over all ranks; leave it out",
+        )
+        for table, constraint in constraints.items():
+            require(
+                self.row_wise or constraint.kind != "row-wise",
+                f"{FLAG} {tables.names[table]}={constraint}: --no-row-wise forbids it; leave one of them out",
+            )
+        return constraints
+
+    def in_host_memory(self) -> str | None:
+        """Returns the first word of the constraints that keeps tables in host memory; None where none does."""
+        shares = ((word, re.search(r"hbm:([^,]+)", word)) for word in self.constraints)
+        return next((word for word, share in shares if share and float(share[1]) < 1), None)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -47,6 +76,8 @@ class TorchRecOptions(TorchRecModelOptions):
         """The flag that needs a GPU, with what to choose without one; None if there is no such flag."""
         if self.schedule == "fused-sparse-dist":
             return "--schedule fused-sparse-dist needs a GPU: on this machine choose base or sparse-dist"
+        if (word := self.in_host_memory()) is not None:
+            return f"{FLAG} {word} needs a GPU: on this machine leave hbm out"
         return None
 
 
@@ -65,6 +96,12 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
     trim_input_dist."""
 
     def __post_init__(self) -> None:
+        word = self.in_host_memory()
+        require(
+            word is None,
+            f"{FLAG} {word}: the five-stage pipeline takes tables in GPU memory; leave hbm out, or choose --pipeline "
+            "torchrec",
+        )
         require(
             self.trim_input_dist or not self.graph_dists,
             "--graph-dists needs --trim-input-dist: only exchanges of fixed sizes can be replayed",

@@ -30,15 +30,17 @@ def sharding_planner(
     local_world_size: int,
     device: Literal["cuda", "cpu"],
     memory_bytes: int,
+    host_bytes: int | None = None,
 ) -> EmbeddingShardingPlanner:
-    """TorchRec's planner. constraints: by table. batch_size: local. memory_bytes: of each rank, without headroom."""
+    """TorchRec's planner. constraints: by table. batch_size: local. memory_bytes: of each rank's device, without
+    headroom. host_bytes: of each rank, for tables that are not on its GPU; None is TorchRec's default."""
     return EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world_size,
             local_world_size=local_world_size,
             compute_device=device,
             hbm_cap=memory_bytes if device == "cuda" else None,
-            ddr_cap=memory_bytes if device == "cpu" else None,
+            ddr_cap=memory_bytes if device == "cpu" else host_bytes,
         ),
         batch_size=batch_size,
         constraints=dict(constraints),

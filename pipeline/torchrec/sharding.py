@@ -1,8 +1,8 @@
 """Shards a benchmark's model by TorchRec: its collections of tables, sharders, a plan, initial weights."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,17 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DataParallelWrapper
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan, ShardingType
 
-from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
-from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes
+from dlrm_bench.dlrm.tables.plan.constraints import FLAG, described
+from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, host_memory_bytes
 from dlrm_bench.dlrm.torchrec_model import TorchRecModel
+from dlrm_bench.pipeline.torchrec.constraints import check_offered, with_constraints
 from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
 from dlrm_bench.pipeline.torchrec.planner import sharding_planner, table_optimizer
@@ -93,7 +95,7 @@ def build_sharded(
     left_out: sharding types that the planner must not choose. data_parallel: how the dense network is replicated; None
     is TorchRec's default. ValueError, on every rank, where the tables do not fit.
     """
-    memory = device_memory_bytes(ranks)
+    memory = device_memory_bytes(ranks) + (_host_bytes(options, ranks) or 0)
     check_tables_fit(config.model.tables, config.optimizer.tables, memory, ranks.device)
     module = of_benchmark.module
     collections = {
@@ -108,19 +110,55 @@ def build_sharded(
         apply_optimizer_in_backward(optimizer, part.parameters(), dict(arguments))
         rows |= {f"{path}.{name}": len(weights) for name, weights in part.named_parameters()}
     of_kinds = [sharder for sharder in (sharders.bags, sharders.sequences) if _has(collections, sharder)]
-    if of_benchmark.constraints is None:
-        plan = _plan_of_all(collections, sharders, ranks, of_benchmark.by_rows)
-    else:
-        assert not _has(collections, sharders.sequences), "the planner is asked about bags alone"
-        left_out = {*left_out, *(() if options.row_wise else _BY_ROWS)}
-        planned = [_PlanningSharder(sharders.bags, left_out)]
-        plan = _planned(module, planned, of_benchmark.constraints, config.local_batch_size, ranks, memory)
+    plan = _plan(config, of_benchmark, options, ranks, collections, sharders, left_out)
     sharded = DistributedModelParallel(
         module=module, device=ranks.device, plan=plan, sharders=of_kinds, data_parallel_wrapper=data_parallel
     )
     guard.watch_lookups(sharded)
     _fill_tables(sharded, rows, config.seed)
     return Built(sharded, plan, frozenset(rows), guard)
+
+
+def _plan(
+    config: TrainingConfig,
+    of_benchmark: TorchRecModel,
+    options: TorchRecModelOptions,
+    ranks: Ranks,
+    collections: Mapping[str, nn.Module],
+    sharders: Sharders,
+    left_out: Collection[ShardingType],
+) -> ShardingPlan:
+    """Returns the plan of all tables, under the user's constraints. Collective."""
+    tables = config.model.tables
+    constraints = options.constraints_on(tables)
+    if of_benchmark.constraints is None:
+        require(
+            not constraints,
+            f"{FLAG}: the tables of this model go to the ranks in turn, without TorchRec's planner; leave it out",
+        )
+        return _plan_of_all(collections, sharders, ranks, of_benchmark.by_rows)
+    assert not _has(collections, sharders.sequences), "the planner is asked about bags alone"
+    left_out = {*left_out, *(() if options.row_wise else _BY_ROWS)}
+    planned = _PlanningSharder(sharders.bags, left_out)
+    of_tables = with_constraints(of_benchmark.constraints, constraints, tables, of_benchmark.table_prefix)
+    kind: Literal["cuda", "cpu"] = "cuda" if ranks.device.type == "cuda" else "cpu"
+    check_offered(constraints, tables, planned.sharding_types(kind))
+    memory = device_memory_bytes(ranks)
+    machine = (ranks.world_size, ranks.local_world_size, kind, memory, _host_bytes(options, ranks))
+    planner = sharding_planner(of_tables, config.local_batch_size, *machine)
+    try:
+        return planner.collective_plan(of_benchmark.module, [cast(Any, planned)], dist.GroupMember.WORLD)
+    except PlannerError as error:
+        also = f", or leave out some of {FLAG} {described(constraints, tables)}" if constraints else ""
+        raise ValueError(
+            f"TorchRec's planner cannot place the tables in {memory / 1e9:.1f} GB a rank; use more GPUs, a smaller "
+            f"--model.table-scale or a smaller --local-batch-size{also} ({error})"
+        ) from error
+
+
+def _host_bytes(options: TorchRecModelOptions, ranks: Ranks) -> int | None:
+    """Returns a rank's share of the host's memory for tables that constraints keep there; None where none are."""
+    return None if options.in_host_memory() is None else host_memory_bytes(ranks)
 
 
 class _PlanningSharder(EmbeddingBagCollectionSharder):
@@ -141,28 +179,6 @@ class _PlanningSharder(EmbeddingBagCollectionSharder):
 
 def _has(collections: Mapping[str, nn.Module], sharder: Any) -> bool:
     return any(isinstance(part, sharder.module_type) for part in collections.values())
-
-
-def _planned(
-    module: nn.Module,
-    planned: Sequence[Any],
-    constraints: Mapping[str, ParameterConstraints],
-    batch_size: int,
-    ranks: Ranks,
-    memory: int,
-) -> ShardingPlan:
-    """Returns the plan of TorchRec's planner. Collective."""
-    kind: Literal["cuda", "cpu"] = "cuda" if ranks.device.type == "cuda" else "cpu"
-    machine = (ranks.world_size, ranks.local_world_size, kind, memory)
-    try:
-        return sharding_planner(constraints, batch_size, *machine).collective_plan(
-            module, list(planned), dist.GroupMember.WORLD
-        )
-    except PlannerError as error:
-        raise ValueError(
-            f"TorchRec's planner cannot place the tables in {memory / 1e9:.1f} GB a rank; use more GPUs, a smaller "
-            f"--model.table-scale or a smaller --local-batch-size ({error})"
-        ) from error
 
 
 def _plan_of_all(collections: Mapping[str, nn.Module], sharders: Sharders, ranks: Ranks, by_rows: bool) -> ShardingPlan:
@@ -189,7 +205,7 @@ def _fill_tables(sharded: DistributedModelParallel, rows: Mapping[str, int], see
     state: dict[str, Tensor] = sharded.state_dict()
     for table, (name, num_embeddings) in enumerate(rows.items()):
         for part in tensor_blocks(state[name], state[name]):
-            if part.local is not None:
+            if isinstance(part.local, Tensor):
                 row, column = part.start
                 fill_initial_weights(
                     part.local,

@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer
@@ -40,6 +41,13 @@ def state_blocks(
     return StateBlocks(of_weights, of_optimizer)
 
 
+def forget_cached_rows(model: nn.Module) -> None:
+    """Empties the GPU's caches of tables in host memory, whose rows have just been replaced there."""
+    for module in model.modules():
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+            module.reset_cache_states()
+
+
 def tensor_blocks(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTensor | None) -> list[TensorBlock]:
     """Returns the blocks of `weights`, with the memory of `tensor`, sharded in the same way; None without a local
     shard."""
@@ -74,6 +82,6 @@ def _of_rows(name: str, blocks: list[TensorBlock]) -> list[TensorBlock]:
             "move states with --optimizer.embedding adagrad"
         )
     return [
-        TensorBlock(b.owner, b.start, (b.shape[0], 1), b.local.view(-1, 1) if b.local is not None else None)
+        TensorBlock(b.owner, b.start, (b.shape[0], 1), b.local.view(-1, 1) if isinstance(b.local, Tensor) else None)
         for b in blocks
     ]

@@ -1,7 +1,7 @@
 """The baseline: a model as TorchRec itself trains it, nothing patched.
 
-TrainPipelineSparseDist is the schedule of MLPerf's reference for DLRM-DCNv2. What else TorchRec offers in public stands
-beside it, so that a gain can be one over the best that its user could have. Its other train pipelines are left out:
+TrainPipelineSparseDist is the schedule of MLPerf's reference. TorchRec's other public options stand beside it, so that
+a gain can be one over the best that its user could have. Its other train pipelines are left out:
 
 - TrainPipelineSemiSync trains on embeddings that miss the last update: another algorithm.
 - PrefetchTrainPipelineSparseDist fills caches of tables in host memory; these tables lie in GPU memory.

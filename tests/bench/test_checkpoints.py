@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.bench import checkpoints
+from dlrm_bench.bench import checkpoint_folders, checkpoints
 from dlrm_bench.bench.checkpoints import Checkpoints
 from dlrm_bench.bench.config import CheckpointConfig, RunConfig, as_json
 from dlrm_bench.bench.instruments.schedule import plan_schedule
@@ -100,9 +100,9 @@ def save_twice(folder: Path, trouble: str | None) -> int:
     if trouble == "killed while writing":
         checkpoints.write_state = kill  # type: ignore[assignment]
     elif trouble == "killed before the new name":
-        checkpoints._sync = kill  # type: ignore[assignment]
+        checkpoint_folders._sync = kill  # type: ignore[assignment]
     elif trouble == "killed before the old one is deleted":
-        checkpoints.shutil.rmtree = kill  # type: ignore[assignment]
+        shutil.rmtree = kill  # type: ignore[assignment]
     elif trouble == "disk full":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         if ranks.rank == 1:
@@ -243,7 +243,7 @@ def test_free_memory_leaves_out_what_lies_idle_in_pools_of_graphs(monkeypatch):
     ("size", "said"), [(0, "0 bytes"), (999, "999 bytes"), (41_600, "41.6 KB"), (2.09e11, "209.0 GB")]
 )
 def test_sizes_have_a_digit_before_the_point(size, said):
-    assert checkpoints._in_units(size) == said
+    assert checkpoint_folders.in_units(size) == said
 
 
 def save_and_say(folder: Path, resume: Path | None, *iterations: int) -> int:

@@ -17,6 +17,7 @@ from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.console import console
 from dlrm_bench.bench.ladder import run_ladder
 from dlrm_bench.bench.ladder.analysis import ladder_table, read_judged_ladder
+from dlrm_bench.bench.ladder.launching import run_forked
 from dlrm_bench.bench.machine.source import source_hash, version
 from dlrm_bench.bench.records import record
 from dlrm_bench.bench.records.json_file import read_json
@@ -260,7 +261,10 @@ def test_a_reader_may_leave(two: tuple[str, str], flags: list[str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_nvtx_ranges_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nvtx_ranges_need_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(started_runs, "torchrun", run_forked)  # which imports nothing anew
     assert main(["host", "--nvtx", "--nproc", "1", "--results-dir", str(tmp_path), *SMOKE]) == 1
     assert "NVTX ranges need a GPU" in capsys.readouterr().err
     assert [path.suffix for path in tmp_path.iterdir()] == [".log"]  # and no folder of a run
@@ -293,6 +297,7 @@ def test_ladder_host_limits_and_report_for_real(
     assert "an iteration in time, ms (host)" in out
     (profiled,) = (tmp_path / "results").glob("*-cpu-smoke-host")
     assert len(list(profiled.glob("trace_rank*.json.gz"))) == 1
+    monkeypatch.setattr(started_runs, "torchrun", run_forked)  # which host has shown, and imports nothing anew
     assert main(["limits", "--above", str(record), str(profiled), *place, *SMOKE]) == 0
     out = capsys.readouterr().out
     assert "all-to-all: pooled vectors" in out

@@ -1,13 +1,14 @@
 """Every impossible run is refused by an error that names the flag to change."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrm_bench.bench.config import PIPELINES, MLPerfConfig, as_json
+from dlrm_bench.bench.config import PIPELINES, CheckpointConfig, MLPerfConfig, SnapshotConfig, as_json
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
 from tests.pipelines import changed
@@ -28,6 +29,11 @@ BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--target-auc", {"data": DataConfig(), "iterations": 100}),
     ("--evaluations-per-epoch", {"evaluations_per_epoch": 0}),
     ("--loss-interval", {"loss_interval": 0}),
+    (
+        "--checkpoint.every and --snapshot.every: choose one",
+        {"checkpoint": CheckpointConfig(every=1, path=Path("x")), "snapshot": SnapshotConfig(every=1)},
+    ),
+    ("--resume auto looks for snapshots and checkpoints", {"resume": Path("auto")}),
     ("--local-batch-size", {"local_batch_size": 0}),
     ("--run-id", {"run_id": "a/b"}),
     ("--run-id", {"run_id": ""}),
@@ -68,3 +74,13 @@ def test_a_run_has_exactly_one_pipeline(pipeline: str) -> None:
 def test_the_rest_has_defaults() -> None:
     assert preset("smoke").mlperf == MLPerfConfig()
     assert preset("smoke").results_dir == Path("results")
+
+
+def test_snapshots_have_a_folder_of_their_user_in_memory():
+    assert SnapshotConfig().folder is None
+    assert SnapshotConfig(every=5).folder == Path(f"/dev/shm/dlrm-bench-{os.geteuid()}")
+    assert SnapshotConfig(every=5, path=Path("x")).folder == Path("x")
+    with pytest.raises(ValueError, match=r"--snapshot\.every must be positive"):
+        SnapshotConfig(every=0)
+    with pytest.raises(ValueError, match=r"--snapshot\.path is of no use without --snapshot\.every"):
+        SnapshotConfig(path=Path("x"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.data_command import _split
+from dlrm_bench.bench.data_command import split_preset
 from dlrm_bench.dlrm.benchmarks import PRESETS
 from dlrm_bench.dlrm.dlrmv4.benchmark import DLRMV4
 from dlrm_bench.dlrm.dlrmv4.data.commands import generate_config
@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.dlrmv4.presets import training
 
 @pytest.mark.parametrize("words", [["a", "--preset", "x", "b"], ["--preset=x", "a", "b"], ["a", "b", "--preset", "x"]])
 def test_the_preset_is_found_wherever_it_stands(words: list[str]) -> None:
-    assert _split(words) == ("x", ["a", "b"])
+    assert split_preset(words) == ("x", ["a", "b"])
 
 
 def test_dlrmv4s_data_fit_the_presets_tables() -> None:
@@ -35,5 +35,7 @@ def test_raw_events_to_checked_data(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "all well" in capsys.readouterr().out
     assert main(["data", "fill", *of_preset, days]) == 2
     assert "dlrm-bench data fill does not know --preset smoke-dlrmv4" in capsys.readouterr().err
+    assert main(["data", "rows", days]) == 2
+    assert "name one of its presets, --preset mlperf-dlrmv4" in capsys.readouterr().err
     assert main(["data", "check", "--preset", "nothing", days]) == 2
     assert "--preset 'nothing' is unknown" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.gpu_types import H200
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.planner import make_plan
+from dlrm_bench.pipeline.static.options import StaticOptions
 from tests.pipelines import changed
 
 
@@ -140,3 +141,25 @@ def test_tables_by_rows_are_alike_on_every_rank(capsys: pytest.CaptureFixture[st
         ValueError, match=r"150\.3 GB of the [\d.]+ GB that a rank has; use more GPUs or choose --preset"
     ):
         print_plan(preset("mlperf-dlrmv4"), Topology.of(4, 8))
+
+
+def test_rows_made_when_named_take_what_they_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(preset("mlperf-dlrmv4"), pipeline=StaticOptions(dynamic_rows=60_000_000))
+    print_plan(config, Topology.of(2, 8))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "60,000,000 of each rank's at most, 40.9% of all 293,051,712; 125.6 GB a rank" in text
+    assert "8.4 of 133.9 GB are left" in text
+    more = replace(config, pipeline=StaticOptions(dynamic_rows=70_000_000))
+    with pytest.raises(ValueError, match=r"--dynamic-rows 70000000: rows, state and map take 148\.0 GB of the 133\.9"):
+        print_plan(more, Topology.of(2, 8))
+
+
+def test_constraints_are_obeyed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    config = changed(preset("launch-bound"), "static", constraints=("0,9=column-wise:32", "20=table-wise"))
+    print_plan(config, Topology.one_node(2))
+    text = capsys.readouterr().out
+    assert "as asked: --constraints cat_0,cat_9=column-wise:32 cat_20=table-wise" in text
+    assert len(re.findall(r"cat_9\[\d+:\d+\]", text)) == 4
+    assert re.search(r"cat_20(?!\[)", text)
+    with pytest.raises(ValueError, match="--constraints: --print-plan shows the static pipeline's plan"):
+        print_plan(changed(preset("launch-bound"), "torchrec", constraints=("0=table-wise",)), Topology.one_node(2))

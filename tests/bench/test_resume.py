@@ -249,7 +249,7 @@ def test_a_log_that_is_deleted_or_changed_during_a_run_is_written_again(data, tm
     assert ended.statuses == [0, 0], ended
     assert len(read_record(run).losses) == 3
     log = run / LOG_NAME if how == "log_deleted" else next(tmp_path.glob("dlrm-bench-*/x")) / LOG_NAME
-    assert f"warning: {run / LOG_NAME} {says} during the run: what the run logged is in {log}" in ended.outputs[0]
+    assert f"warning: {run / LOG_NAME} {says} during the run: the run's log is in {log}" in ended.outputs[0]
     assert [read_events(log)[i]["key"] for i in (0, -1)] == ["cache_clear", "epoch_stop"]
     assert how == "log_deleted" or (run / LOG_NAME).read_text() == "mine\n"
 
@@ -258,14 +258,14 @@ class FullDisk:
     """Lets the second save fail as on a disk that is full, whose error names no file."""
 
     def __call__(self) -> None:
-        begin, saves = checkpoints._begin, itertools.count(1)
+        begin, saves = checkpoints.begin_folder, itertools.count(1)
 
         def full(*given: Any) -> None:
             if next(saves) == 2:
                 raise OSError(errno.ENOSPC, "No space left on device")
             begin(*given)
 
-        checkpoints._begin = full
+        checkpoints.begin_folder = full
 
 
 def test_a_full_disk_for_checkpoints_is_named_and_the_timings_are_kept(data, tmp_path):
@@ -313,7 +313,7 @@ class KilledInASave:
     def __call__(self) -> None:
         write_state = checkpoints.write_state
 
-        def write(folder: Path, blocks: Any, rank: int, group: Any, on_piece: Any) -> None:
+        def write(folder: Path, pieces: Any, rank: int, group: Any, on_piece: Any, nice: int) -> None:
             self.saves += 1
             pieces = itertools.count(1)
 
@@ -322,7 +322,8 @@ class KilledInASave:
                 if next(pieces) == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            write_state(folder, blocks, rank, group, count if (rank, self.saves) == (self.rank, 2) else on_piece)
+            counted = count if (rank, self.saves) == (self.rank, 2) else on_piece
+            write_state(folder, pieces, rank, group, counted, nice)
 
         checkpoints.write_state = write
 

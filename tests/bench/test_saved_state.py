@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dlrm_bench.bench import saved_state
-from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.config import CheckpointConfig, RunConfig, SnapshotConfig, as_json
 from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.saved_state import (
@@ -223,3 +223,39 @@ def test_whose_a_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     me = os.geteuid()
     monkeypatch.setattr(saved_state.os, "geteuid", lambda: me + 1)
     assert of_another_user(folder)
+
+
+def automatic(memory: Path, disk: Path | None) -> RunConfig:
+    saves = CheckpointConfig(path=disk)
+    return config(Path("auto"), snapshot=SnapshotConfig(every=5, path=memory), checkpoint=saves)
+
+
+def test_auto_takes_the_newest_of_memory_and_disk(tmp_path: Path) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    given = automatic(memory, disk)
+    schedule = plan_schedule(given, None, 2)
+    assert find_checkpoint(given, schedule) is None
+    memory.mkdir()
+    disk.mkdir()
+    for path, iterations in ((disk, 7), (memory, 7), (disk, 9), (memory, 12)):
+        newest = save(path, **of(iterations))
+        resumed = find_checkpoint(given, schedule)
+        assert resumed is not None
+        assert (resumed.folder, resumed.first) == (newest, iterations)
+    torn = newest.rename(memory / "slot-0")
+    assert (torn / STATE_JSON).is_file()
+    resumed = find_checkpoint(given, schedule)
+    assert resumed is not None
+    assert resumed.folder == disk / checkpoint_name(9 * GBS)
+
+
+def test_auto_takes_none_of_two_trainings(tmp_path: Path) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    save(disk, **of(7))
+    other = [{"global_batch_size": GBS, "losses": [0.5] * 6 + [0.25] * 3}]
+    save(memory, samples=9 * GBS, losses=other)
+    given = automatic(memory, disk)
+    with pytest.raises(ValueError, match="are of different trainings: name the one to go on from"):
+        find_checkpoint(given, plan_schedule(given, None, 2))

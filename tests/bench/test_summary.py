@@ -14,7 +14,7 @@ from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.mlperf.log import ComplianceVerdict
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import TrainingOutcome, build_record
-from dlrm_bench.bench.records.schema import Checkpointing, Git, ResumedFrom
+from dlrm_bench.bench.records.schema import Checkpointing, Git, ResumedFrom, TakenSnapshot
 from dlrm_bench.bench.run import Outcome
 from dlrm_bench.bench.summary import EXIT_NOT_COMPLIANT, EXIT_TARGET_MISSED, print_summary
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -81,6 +81,16 @@ def test_a_resumed_run_says_from_where(capsys):
     assert "resumed from [bold]first, after iteration 1,000\n" in text
     what.record["checkpoints"] = None
     assert "resumed" not in printed(capsys, what)[1]
+
+
+def test_snapshots_are_counted_with_their_pauses(capsys):
+    what = outcome(REACHED)
+    taken = [TakenSnapshot(iteration=i, gb=209.24, paused_s=paused) for i, paused in ((10, 2.51), (20, 2.3), (30, 2.4))]
+    what.record["checkpoints"] = Checkpointing(saved=[], resumed=None, snapshots=taken, left_out=0)
+    _, text = printed(capsys, what)
+    assert "snapshots    3 of 209 GB in memory; training paused for 2.3 to 2.51 s\n" in text
+    what.record["checkpoints"]["left_out"] = 2
+    assert "2 more were due while the only one was not yet on disk" in " ".join(printed(capsys, what)[1].split())
 
 
 def test_target_missed(capsys):

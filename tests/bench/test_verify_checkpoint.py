@@ -45,6 +45,17 @@ def test_everything_that_is_wrong_is_named(folder: Path, capsys: pytest.CaptureF
     assert f"{folder / INDEX_JSON} is damaged: not JSON" in capsys.readouterr().out
 
 
+def test_a_snapshot_in_memory_has_nothing_to_compare_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = json.loads((folder / INDEX_JSON).read_text())
+    index["pieces"][0]["crc32"], index["others"] = None, {}
+    (folder / INDEX_JSON).write_text(json.dumps(index))
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert "all there; a snapshot in memory has no checksums" in capsys.readouterr().out
+    (folder / "rank-0-0.bin").write_bytes(bytes(239))
+    assert main(["checkpoint", "verify", str(folder)]) == EXIT_BAD_INPUT
+    assert "the file is truncated" in capsys.readouterr().out
+
+
 def test_no_checkpoint_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "verify", str(tmp_path / "gone")]) == EXIT_BAD_INPUT
     assert f"error: {tmp_path / 'gone'} does not exist" in capsys.readouterr().err

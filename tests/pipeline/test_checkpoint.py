@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline import checkpoint
-from dlrm_bench.pipeline.checkpoint import read_state, snapshot, snapshot_bytes, state_bytes, write_state
+from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, snapshot, snapshot_bytes, state_bytes, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock
 
@@ -50,7 +50,8 @@ def move(ranks: Ranks, folder: Path) -> dict[tuple[str, str], str]:
         assert state_bytes(state) == snapshot_bytes(state, 0) == 4 * TABLE.numel()
         pieces: list[None] = []
         (folder / before).mkdir()
-        write_state(folder / before, snapshot(state, 0), 0, group, lambda pieces=pieces: pieces.append(None))  # type: ignore[misc]
+        copy = own_pieces(snapshot(state, 0), 0)
+        write_state(folder / before, copy, 0, group, lambda pieces=pieces: pieces.append(None))  # type: ignore[misc]
         assert len(pieces) >= 5
         for after in LAYOUTS:
             read = empty(after)

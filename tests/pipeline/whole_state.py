@@ -64,7 +64,7 @@ def _gather(blocks_by_key: TensorBlocks, device: torch.device) -> dict[str, Tens
                 source = None
                 if block.owner == dist.get_rank():
                     assert block.local is not None
-                    source = block.local[rows]
+                    source = block.local[rows].clone()
                 buffer = _buffer(block, rows, device, source)
                 dist.broadcast(buffer, src=block.owner)
                 if tensor is not None:

@@ -92,8 +92,8 @@ class Check:
     log: Path | None = None
     """File for all output of the checkers."""
     made_data: bool = False
-    """The runs trained on made data: note, and do not refuse, what the rules take of MLPerf's own data alone, such as
-    DLRMv4's numbers of samples. No such package can be submitted."""
+    """The runs trained on made data: note, and do not refuse, values that the rules fix for MLPerf's own data, such as
+    numbers of samples. No such package can be submitted."""
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Prints verdicts and findings; returns the exit status."""
@@ -111,7 +111,7 @@ class Check:
             texts += [f"==== {package.system}: {verdict.checker}\n{verdict.text}" for verdict in verdicts]
         if self.log is not None:
             self.log.write_text("\n".join(texts), encoding="utf-8")
-        but = " but for what MLPerf's own data decides" if self.made_data else ""
+        but = " except for values that MLPerf's own data decides" if self.made_data else ""
         console.print(f"accepted{but}" if accepted else "not accepted: mend the errors and check again")
         return 0 if accepted else EXIT_FAILED
 

@@ -34,7 +34,7 @@ class Score:
     mean_epochs: float | None
     """Mean of epochs, or samples, to converge, as the RCP checker has it; None in the open division."""
     invalid: list[str]
-    """Why there is no valid result."""
+    """Reasons why there is no valid result; empty if there is one."""
     notes: list[str]
 
     @property

@@ -22,9 +22,9 @@ One run is
 
     {command}
 
-- Data preprocessing: `dlrm/{room}/data/preprocess.py`, byte for byte that of the reference.
-- Data traversal order: {order}; `dlrm/{room}/data/dataset.py`.
-- Model and its initialisation: `dlrm/{room}/network.py`, `dlrm/tables/initial_weights.py`.
+- Data preprocessing: `dlrm/{folder}/data/preprocess.py`, byte for byte that of the reference.
+- Data traversal order: {order}; `dlrm/{folder}/data/dataset.py`.
+- Model and its initialisation: `dlrm/{folder}/network.py`, `dlrm/tables/initial_weights.py`.
 - Optimizer, hyperparameters, evaluation frequency: `{system}_{implementation}.json`, as the runs resolved them.
 - Evaluation: exact AUC over all samples, `dlrm/data/metrics.py`.
 """
@@ -44,8 +44,8 @@ _DATASETS = """#!/usr/bin/env bash
 # Makes MLPerf's files in $DATA from {raw} in $RAW, and checks every byte.
 set -euo pipefail
 bin=$(cd "$(dirname "$0")/../{implementation}" && pwd)/venv/bin
-"$bin/dlrm-bench" data preprocess {flags}"${{RAW:?}}" "${{DATA:?}}"
-"$bin/dlrm-bench" data check {flags}"$DATA"
+"$bin/dlrm-bench" data preprocess {data_flags}"${{RAW:?}}" "${{DATA:?}}"
+"$bin/dlrm-bench" data check {data_flags}"$DATA"
 """
 
 _RUN = """#!/usr/bin/env bash
@@ -57,25 +57,15 @@ PATH="$PWD/venv/bin:$PATH"
 """
 
 
-_WORDS = {
-    "dlrm_dcnv2": {"room": "dcnv2", "raw": "Criteo's 24 raw days", "order": "that of the files", "flags": ""},
-    "dlrmv4": {
-        "room": "dlrmv4",
-        "raw": "Yambda's parquet files",
-        "order": "windows of a day in turn, each by user and then by time",
-        "flags": "--preset mlperf-dlrmv4 ",
-    },
-}
-"""The words that differ between benchmarks."""
-
-
 def write_scripts(package: Package, implementation: str, command: str, record: RunRecord | None) -> None:
     """Writes the missing files into the system's folder of the implementations; command: one run, as a line of a shell
     script."""
     system, folder = package.system, package.implementations / package.system
     pins = "gpu" if record is None or record["machine"]["gpus"] else "cpu"
     names = {"system": system, "implementation": implementation, "command": command, "pins": pins}
-    names |= {"title": named(package.benchmark).title, **_WORDS[package.benchmark]}
+    benchmark = named(package.benchmark)
+    assert benchmark.ruleset is not None  # a package is of a benchmark of MLPerf's
+    names |= {"title": benchmark.title, **benchmark.ruleset.submission_words._asdict()}
     configuration = {key: record[key] for key in ("config", "git", "pipeline")} if record else {}
     files = {
         f"{system}_{implementation}.json": json.dumps(configuration, indent=4) + "\n",

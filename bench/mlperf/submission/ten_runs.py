@@ -41,4 +41,4 @@ def _missed_target(record: Path) -> bool:
 
 def _refuse_leftover(record: Path) -> None:
     if record.exists():
-        raise ValueError(f"{record} is what an interrupted run left: remove it, and the command goes on with that run")
+        raise ValueError(f"{record} is left from an interrupted run: remove it, and the command repeats that run")

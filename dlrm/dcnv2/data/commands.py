@@ -13,6 +13,10 @@ def main(what: str, preset: str | None, args: Sequence[str]) -> int:
         from dlrm_bench.dlrm.dcnv2.data.speed import main as command
     elif what == "preprocess":
         from dlrm_bench.dlrm.dcnv2.data.preprocess import main as command
+    elif what == "rows":
+        raise ValueError(
+            "dlrm-bench data rows counts the rows of DLRMv4's tables: name one of its presets, --preset mlperf-dlrmv4"
+        )
     else:
         from dlrm_bench.dlrm.dcnv2.data.check import main as command
     return command([*args, *(("--preset", preset) if preset is not None else ())])

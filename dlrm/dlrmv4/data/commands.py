@@ -9,12 +9,12 @@ from dlrm_bench.dlrm.dlrmv4.presets import training
 
 
 def main(what: str, preset: str | None, args: Sequence[str]) -> int:
-    """Runs generate, preprocess, check or speed; returns the exit status.
+    """Runs generate, preprocess, check, speed or rows; returns the exit status.
 
     generate: as many users, items, artists and albums as the preset's tables have rows for, histories as long as its
     model's, into its folder of data unless told. preprocess: histories as long as its model's.
     """
-    from dlrm_bench.dlrm.dlrmv4.data import check, generate, preprocess, speed
+    from dlrm_bench.dlrm.dlrmv4.data import check, generate, named_rows, preprocess, speed
 
     assert preset is not None, "the default is another benchmark's"
     if what == "generate":
@@ -26,6 +26,8 @@ def main(what: str, preset: str | None, args: Sequence[str]) -> int:
         return check.main(args)
     if what == "speed":
         return speed.main(args)
+    if what == "rows":
+        return named_rows.main(args, training(preset).model)
     raise ValueError(f"dlrm-bench data {what} does not know --preset {preset}: DLRMv4's are generated, with labels")
 
 

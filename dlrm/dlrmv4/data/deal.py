@@ -1,10 +1,10 @@
-"""How the samples of a global batch are dealt to the ranks: by stride as the reference does, or by user.
+"""Dealing of a global batch's samples to the ranks: by stride as the reference does, or by user.
 
-A rank that has the neighbouring samples of few users names fewer rows and receives fewer events than one that has some
-of every user's. Histories of users differ in length, though, and a rank's products cost what its tokens do, its
-attention what their squares do. So users are put in order of their length; some blocks of that row go to each rank, in
-one direction and then in the other, as many as balance both sums. Each block is of one length for all ranks, so that
-the mean over ranks of their losses stays the mean over the global batch.
+A rank that has the neighbouring samples of few users names fewer rows and receives fewer events than a rank that has
+some samples of every user. Histories differ in length, though: the cost of a rank's products grows with its number of
+tokens, that of its attention with their squares. So users are sorted by length, and each rank gets some blocks of that
+order, in one direction and then in the other, as many as balance both sums. Each block has one length for all ranks, so
+that the mean over ranks of their losses stays the mean over the global batch.
 
 A step has the same samples either way, and so the same order of windows and steps, which training_policies (pull
 request 594) asks for without a shuffle. No rule that we could read says which rank has which sample; a submitter should

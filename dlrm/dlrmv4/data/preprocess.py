@@ -57,7 +57,7 @@ class PreprocessConfig:
     train_days: int = 300
     """Days of training."""
     gap_minutes: int = 30
-    """Between training and test."""
+    """Minutes between training and test."""
     test_days: int = 1
     """Number of last days, which training leaves out."""
     chunk_events: int = 8_000_000

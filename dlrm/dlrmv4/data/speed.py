@@ -39,7 +39,7 @@ class SpeedConfig:
     first_window: int = 0
     """First window; the last one evaluates, and is left out."""
     deal: Deal = "stride"
-    """How samples are dealt to the ranks (--data.deal)."""
+    """Dealing of samples to the ranks (--data.deal)."""
     reader_threads: int = 2
     """Threads that build."""
     seconds: float = 10.0

@@ -21,6 +21,8 @@ from dlrm_bench.dlrm.optimizers import Adagrad, RowWiseAdagrad, TableOptimizer
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
+from dlrm_bench.dlrm.tables.plan.choices import Choices
+from dlrm_bench.dlrm.tables.plan.constraints import FLAG, NO_CONSTRAINTS, Constraints, described
 from dlrm_bench.dlrm.tables.plan.costs import (
     all_to_alls_us,
     imbalance,
@@ -58,6 +60,7 @@ def plan_for(
     replicate: bool = True,
     split_rows: bool = False,
     costs: GpuCosts = DEFAULT_COSTS,
+    constraints: Constraints = NO_CONSTRAINTS,
 ) -> Plan:
     """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
     `make_plan`."""
@@ -72,6 +75,7 @@ def plan_for(
         split_rows,
         costs,
         config.data.id_statistics,
+        constraints,
     )
 
 
@@ -179,14 +183,19 @@ class _Candidate:
     narrow: list[_Grid]
     wide: list[_Grid]
     narrow_ranks: int
+    everywhere: tuple[int, ...] = ()
+    """Tables of which each rank has a part of the rows, by constraints; all others are wide then."""
 
     def place(self, work: _Work) -> list[Shard]:
         """Returns the shards on their ranks."""
         narrow_ranks, wide_ranks = range(self.narrow_ranks), range(self.narrow_ranks, work.world_size)
-        return _place(self.narrow, narrow_ranks, work) + _place(self.wide, wide_ranks, work)
+        parts = [Shard(r, t, 0, work.dim, r, work.world_size) for r in wide_ranks for t in self.everywhere]
+        return parts + _place(self.narrow, narrow_ranks, work) + _place(self.wide, wide_ranks, work)
 
     def leaves_no_rank_empty(self, work: _Work) -> bool:
         """Whether there is a shard of its kind for each rank, and a rank for each kind of shards."""
+        if self.everywhere:
+            return self.narrow_ranks == 0
         kinds = ((self.narrow, self.narrow_ranks), (self.wide, work.world_size - self.narrow_ranks))
         counts = ((sum(grid.count(work.dim) for grid in grids), ranks) for grids, ranks in kinds)
         return all(count >= ranks and (ranks > 0) == (count > 0) for count, ranks in counts)
@@ -203,6 +212,7 @@ def make_plan(
     split_rows: bool = False,
     costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
+    constraints: Constraints = NO_CONSTRAINTS,
 ) -> Plan:
     """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
 
@@ -210,35 +220,29 @@ def make_plan(
     shard goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no columns, and only
     exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: limit for the tables and optimizer
     state of one rank. replicate: whether tables may be replicated. split_rows: whether tables may be split by rows,
-    where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows. ValueError if
-    there are fewer shards than ranks at every width, or no plan fits.
+    where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows. constraints: the
+    user's own, which the plan obeys. ValueError if there are fewer shards than ranks at every width, if no plan fits,
+    or none obeys.
     """
     dim, world_size = tables.columns, topology.world_size
     work = _Work(tables, topology, global_batch_size, pooled_bytes, costs, ids)
-    numbers = range(tables.count)
     replicate = replicate and can_replicate(dim, world_size, optimizer)
-    small = tuple(t for t in numbers if replicate and tables.rows[t] <= REPLICATED_ROWS)
-    replicated = () if tables.count - len(small) < world_size else small
     splits = (1,) if isinstance(optimizer, RowWiseAdagrad) else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
-    best, least_bytes = _fastest(_by_columns(work, replicated, widths), replicated, work, optimizer, memory_bytes)
-    if split_rows and world_size > 1 and len(small) < tables.count:
-        candidates = _by_rows(work, small, widths)
+    choices = Choices(tables, constraints, widths, world_size)
+    choices.check(replicate, split_rows and world_size > 1)
+    small = choices.replicated(REPLICATED_ROWS if replicate else 0)
+    fixed = choices.replicated(0)
+    replicated = fixed if tables.count - len(small) < world_size and not choices.everywhere else small
+    best, least_bytes = _fastest(_by_columns(work, replicated, choices), replicated, work, optimizer, memory_bytes)
+    if split_rows and world_size > 1 and len(small) + len(choices.everywhere) < tables.count:
+        candidates = _by_rows(work, small, choices)
         by_rows, bytes_by_rows = _fastest(candidates, small, work, optimizer, memory_bytes)
         least_bytes = min(least_bytes, bytes_by_rows)
         if by_rows is not None and (best is None or by_rows[0] < _ROWS_GAIN * best[0]):
             best, replicated = by_rows, small
-    if best is None and memory_bytes is not None and least_bytes < math.inf:
-        raise ValueError(
-            f"no plan of {world_size} rank(s) fits: the fullest rank's tables and optimizer state take at least "
-            f"{least_bytes / 1e9:.1f} GB of the {memory_bytes / 1e9:.1f} GB that a rank has; use more GPUs or "
-            "smaller tables (--model.table-scale)"
-        )
     if best is None:
-        raise ValueError(
-            f"{tables.count} tables of {dim} columns cannot give each of {world_size} ranks a shard: "
-            + ("use fewer ranks" if split_rows else "use fewer ranks, or --presort-ids, which splits tables by rows")
-        )
+        raise ValueError(_no_plan(tables, world_size, memory_bytes, least_bytes, split_rows, constraints))
     plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
     plan.check(tables)
     return plan
@@ -277,31 +281,64 @@ def _fastest(
     return best, least_bytes
 
 
-def _by_columns(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) -> Iterator[_Candidate]:
-    """Yields the candidates that split no rows."""
+def _no_plan(
+    tables: Tables,
+    world_size: int,
+    memory_bytes: int | None,
+    least_bytes: float,
+    split_rows: bool,
+    constraints: Constraints,
+) -> str:
+    """Returns the error of a search without a result. least_bytes: of the fullest rank; infinite where no candidate
+    gave each rank a shard."""
+    given = f"{FLAG} {described(constraints, tables)}"
+    if memory_bytes is not None and least_bytes < math.inf:
+        return (
+            f"no plan of {world_size} rank(s) fits: the fullest rank's tables and optimizer state take at least "
+            f"{least_bytes / 1e9:.1f} GB of the {memory_bytes / 1e9:.1f} GB that a rank has; use more GPUs or "
+            f"smaller tables (--model.table-scale){f', or leave out some of {given}' if constraints else ''}"
+        )
+    if constraints:
+        return (
+            f"no plan of {world_size} rank(s) obeys {given}: each rank has shards of one width, and at least one; "
+            "leave some out, or use another number of ranks"
+        )
+    return f"{tables.count} tables of {tables.columns} columns cannot give each of {world_size} ranks a shard: " + (
+        "use fewer ranks" if split_rows else "use fewer ranks, or --presort-ids, which splits tables by rows"
+    )
+
+
+def _by_columns(work: _Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
+    """Yields the candidates that split no rows but by constraints."""
     costliest = _costliest(work, replicated)
-    for split, width in product(range(len(costliest) + 1), widths):
-        narrow = [_Grid(Shard(0, table, 0, width)) for table in costliest[:split]]
-        wide = [_Grid(Shard(0, table, 0, work.dim)) for table in costliest[split:]]
+    for half in choices.halves(costliest):
+        narrow = [_Grid(Shard(0, table, 0, half.narrow_width)) for table in half.narrow]
+        wide = [_Grid(Shard(0, table, 0, half.wide_width)) for table in half.wide]
         narrow_shards, wide_shards = (sum(grid.count(work.dim) for grid in grids) for grids in (narrow, wide))
+        if choices.everywhere:
+            yield _Candidate(narrow, wide, 0, choices.everywhere)
+            continue
         # No rank is left empty; with many more ranks than shards, looking at each number would take a minute.
         for narrow_ranks in range(max(0, work.world_size - wide_shards), min(work.world_size, narrow_shards) + 1):
             yield _Candidate(narrow, wide, narrow_ranks)
 
 
-def _by_rows(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) -> Iterator[_Candidate]:
+def _by_rows(work: _Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
     """Yields the candidates that split rows: for each largest work of a shard, the fewest parts that keep to it, and
     the ranks shared out by the work of the two kinds."""
     costliest = _costliest(work, replicated)
     whole = sum(work.shard_us(Shard(0, table, 0, work.dim)) for table in costliest)
     # Thousands of shards take their time, and differ less.
     largest_shards = _LARGEST_SHARDS[:: 1 if work.world_size <= 256 else 4]
-    for split, width, factor in product(range(len(costliest) + 1), widths, largest_shards):
-        if split > 0 and width == work.dim:
-            continue  # one kind only, which split 0 is
+    for half, factor in product(choices.halves(costliest), largest_shards):
+        if half.narrow and half.narrow_width == half.wide_width:
+            continue  # one kind only, which the first half is
         largest = factor * whole / work.world_size
-        narrow = _row_parts(costliest[:split], width, largest, work)
-        wide = _row_parts(costliest[split:], work.dim, largest, work)
+        narrow = _row_parts(half.narrow, half.narrow_width, largest, work, choices)
+        wide = _row_parts(half.wide, half.wide_width, largest, work, choices)
+        if choices.everywhere:
+            yield _Candidate(narrow, wide, 0, choices.everywhere)
+            continue
         narrow_us, wide_us = (
             sum(grid.count(work.dim) * work.shard_us(grid.shard) for grid in grids) for grids in (narrow, wide)
         )
@@ -310,13 +347,13 @@ def _by_rows(work: _Work, replicated: tuple[int, ...], widths: Sequence[int]) ->
             yield _Candidate(narrow, wide, narrow_ranks)
 
 
-def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work) -> list[_Grid]:
-    """Returns the tables in shards of this width, none of which takes longer; finding its ids counts where that leaves
-    time for anything else."""
+def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work, choices: Choices) -> list[_Grid]:
+    """Returns the tables in shards of this width, none of which takes longer unless constraints keep its rows together;
+    finding its ids counts where that leaves time for anything else."""
     grids = []
     for table in tables:
         whole, room, parts = work.tables_us(Shard(0, table, 0, width)), largest_us - work.picking_us[table], 1
-        if whole > largest_us:
+        if whole > largest_us and choices.may_split_rows(table):
             parts = math.ceil(whole / (room if room > 0 else largest_us))
             parts = min(parts, work.world_size, work.tables.rows[table])
         grids.append(_Grid(Shard(0, table, 0, width, 0, parts)))

@@ -100,7 +100,11 @@ class PeerExchange:
         self._tbe, self._way, self._batch_size = tbe, way, batch_size
         dim, world_size = tables.columns, ranks.world_size
         looked_up = [
-            PooledTable(tables.hot[shard.table], first_row, way.first_column + shard.table * dim + shard.column)
+            PooledTable(
+                tables.hot[shard.table],
+                0 if tbe.host is not None else first_row,  # places are of no table
+                way.first_column + shard.table * dim + shard.column,
+            )
             for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.first_row, strict=True)
         ]
         self._table = LookupTable(looked_up, batch_size, world_size, ranks.device)
@@ -117,8 +121,8 @@ class PeerExchange:
 
     def lookup(self, ids: Tensor, part: int) -> None:
         """Writes a part's pooled vectors to all ranks."""
-        weights, of_part = self._tbe.weights, self._tbe.of_part(ids, part)
-        pooled_lookup(weights, of_part, self._table, self._way.inputs, part * self._batch_size)
+        tbe, first_row = self._tbe, part * self._batch_size
+        pooled_lookup(tbe.weights, tbe.of_part(ids, part), self._table, self._way.inputs, first_row, tbe.host)
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
         """Waits for the other ranks' writes."""

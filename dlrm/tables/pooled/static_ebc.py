@@ -32,50 +32,21 @@ from dlrm_bench.dlrm.optimizers import Adagrad, TableOptimizer
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.overflows import Overflows
 from dlrm_bench.dlrm.tables.plan.plan import Shard
-from dlrm_bench.dlrm.tables.pooled.ids_exchange import IdsBuffer, ids_exchange
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds, PlacedIds, SortedIds
+from dlrm_bench.dlrm.tables.pooled.ids_exchange import ids_exchange
 from dlrm_bench.dlrm.tables.pooled.pooled_exchange import CollectiveExchange, PeerExchange, PooledExchange
-from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedIds, ReplicatedTables
-from dlrm_bench.dlrm.tables.pooled.row_parts import PickedIds, RowParts
+from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedTables
+from dlrm_bench.dlrm.tables.pooled.row_parts import RowParts
 from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import InPeerMemory, Layout, Way
+from dlrm_bench.dlrm.tables.row_counts import most_named, read_counts
+from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows, TieredRows, first_rows
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from dlrm_bench.kernels.non_finite import Watch, clear_gradients
-from dlrm_bench.kernels.peer_tensors import PeerTensors
-
-
-@dataclass(frozen=True, slots=True)
-class SortedIds:
-    """One batch's ids in the order of the table update."""
-
-    ids: Tensor
-    """int32, flat: rows of all tables, counted one table after another, in ascending order; of picked ids, -1 after the
-    last."""
-    bags: Tensor
-    """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
-    peers: PeerTensors | None = None
-    """The memory of `ids` and `bags` on all ranks, where these share the sort: see SharedSort."""
-
-
-@dataclass(slots=True)
-class DistributedIds:
-    """Model-parallel ids of one batch: the result of the input dist, for lookup and update."""
-
-    received: IdsBuffer
-    sorted: SortedIds | None = None
-    """Where the table update takes sorted ids, and this batch is for an update."""
-    replicated: ReplicatedIds | None = None
-    """Ids of the local batch for the plan's replicated tables, where it has any."""
-    picked: PickedIds | None = None
-    """The ids of this rank's rows, where it has a part of any table's rows; lookup and sort then take these."""
-    overflow: Tensor | None = None
-    """The ranks' agreement on this batch, see Overflows; where the plan splits rows, and ids are for an update."""
-
-    @property
-    def ids(self) -> Tensor:
-        """int32 [part][T][G, hot], flat; rows of their table."""
-        return self.received.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +54,9 @@ class TableShard:
     """A view of one shard's memory."""
 
     shard: Shard
-    weights: Tensor
+    weights: Tensor | StoredRows
     """fp32 [rows of the shard, columns]."""
-    state: Tensor
+    state: Tensor | StoredRows
     """fp32, Adagrad's sum of squared gradients: [rows, columns], or rowwise [rows, 1]; of SGD [rows, 0]."""
 
 
@@ -104,8 +75,11 @@ class TableUpdates:
 class StaticEBC:
     """The embedding stages of one rank. Its methods launch work and never wait for it."""
 
-    def __init__(self, layout: Layout, updates: TableUpdates, way: Way, seed: int) -> None:
-        """Collective: makes the process groups of its all-to-alls.
+    def __init__(
+        self, layout: Layout, updates: TableUpdates, way: Way, seed: int, memory: TableMemory | None = None
+    ) -> None:
+        """Collective: makes the process groups of its all-to-alls. memory: of the device for the sharded tables; None
+        for all of them. ValueError, on every rank, where `memory` is too little, or cannot be had, on any.
 
         Replicated tables are for exact Adagrad, as sorted updates are. Several parts need sorted updates, because
         FBGEMM's backward updates once for each; so does peer memory on one node.
@@ -142,14 +116,17 @@ class StaticEBC:
             dtype=shape.dtype,
             parts=shape.parts,
         )
+        self._tiers = None if memory is None else _tiers(layout, tbe_shape, updates, memory)
         rate = float(updates.learning_rate)
-        self._tbe = FixedTBE(tbe_shape, optimizer, rate, ranks.device, updates.presort, fbgemm=not in_peer_memory)
+        of_tbe = (tbe_shape, optimizer, rate, ranks.device, updates.presort)
+        self._tbe = FixedTBE(*of_tbe, fbgemm=not in_peer_memory, tiers=self._tiers)
         self._ids_exchange = ids_exchange(layout, way)
         self._shared_sort: SharedSort | None = None
         self._exchange: PooledExchange
         if isinstance(way, InPeerMemory):
             self._exchange = PeerExchange(layout, self._tbe, way)
-            if sorts_are_shared(plan):
+            # Places are known long before the barrier that a shared sort needs.
+            if sorts_are_shared(plan) and self._tiers is None:
                 self._shared_sort = SharedSort(layout, self._tbe, way.memory)
         else:
             self._exchange = CollectiveExchange(layout, self._tbe, way, autograd=not updates.presort)
@@ -211,6 +188,9 @@ class StaticEBC:
             ids.overflow = self._overflows.empty()
         if self.presort and sorts:
             ids.sorted = self._empty_sorted(ids)
+        if self._tiers is not None:
+            own = received.own
+            ids.placed = PlacedIds(torch.zeros_like(own), torch.zeros_like(own) if ids.sorted is not None else None)
         return ids
 
     def _empty_sorted(self, ids: DistributedIds) -> SortedIds:
@@ -245,6 +225,28 @@ class StaticEBC:
         self.sort(whole)
         return whole
 
+    @property
+    def in_tiers(self) -> bool:
+        """Whether rows are on two tiers of memory."""
+        return self._tiers is not None
+
+    def bring_rows(self, ids: DistributedIds) -> None:
+        """Gives the rows of sorted ids their places, and brings to the device those that it can while the batch before
+        trains, see TieredRows; ids of an evaluation take their rows where they are. Fills `placed`; launches nothing
+        unless `in_tiers`."""
+        if self._tiers is None or ids.placed is None:
+            return
+        placement = self._tiers.placement
+        if ids.sorted is not None and ids.placed.sorted is not None:
+            self._tiers.bring(ids.sorted.ids)
+            placement.places(ids.sorted.ids, ids.placed.sorted)
+        placement.places(self._tbe.rows_of(ids.ids), ids.placed.lookup)
+
+    def bring_late_rows(self, ids: DistributedIds) -> None:
+        """Brings the other rows of `ids` that are to come, after the update of the batch before and `bring_rows`."""
+        if self._tiers is not None and ids.sorted is not None:
+            self._tiers.bring_late()
+
     # Stage 2
 
     def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
@@ -252,7 +254,7 @@ class StaticEBC:
         if ids.picked is not None:
             bags = len(self.shards) * self._part_samples
             return self._tbe.lookup_bags(ids.picked.rows, ids.picked.offsets[part * bags :][: bags + 1])
-        return self._exchange.lookup(ids.ids, part)
+        return self._exchange.lookup(ids.ids if ids.placed is None else ids.placed.lookup, part)
 
     def output_dist(self, pooled: Tensor | None, out: Tensor, part: int = 0) -> None:
         """Brings the pooled vectors of a part's local samples to `out`: [B, num_features * dim] with any row stride,
@@ -282,15 +284,18 @@ class StaticEBC:
         """
         if self.presort:
             assert ids.sorted is not None, "ids of an evaluation update nothing"
+            rows = ids.sorted.ids if ids.placed is None else ids.placed.sorted
+            assert rows is not None
             sorted_adagrad(
                 self._tbe.weights,
                 self._tbe.state,
                 self.gradients.view(-1, self.columns),
-                ids.sorted.ids,
+                rows,
                 ids.sorted.bags,
                 self._rate,
                 self._eps,
                 watch,
+                self._tbe.host,
             )
         else:
             assert pooled is not None
@@ -316,22 +321,65 @@ class StaticEBC:
         views."""
         for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
             rows = slice(start, start + shard.rows(self.tables))
-            yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])
+            if self._tiers is not None:
+                yield TableShard(shard, *self._tiers.of_table(start, rows.stop - start))
+            else:
+                yield TableShard(shard, self._tbe.weights[rows], self._tbe.state[rows])
         if self._replicated is not None:
             dim = self.tables.columns
             for table, (weights, state) in self._replicated.parts().items():
                 yield TableShard(Shard(self._rank, table, 0, dim), weights, state)
 
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Returns the memory of tables and optimizer state, by its name in the record."""
+        if self._tiers is None:
+            shards = list(self.table_shards())
+            return {"tables": [s.weights for s in shards], "optimizer_state": [s.state for s in shards]}  # type: ignore
+        replicated = self._replicated.parts().values() if self._replicated is not None else ()
+        device, host = self._tiers.memory
+        return {"table_rows": [device, *(t for of in replicated for t in of)], "table_rows_in_host_memory": [host]}
+
+    def describe_tiers(self) -> dict[str, int | float] | None:
+        """Returns the record's facts about this rank's tiers; None without them. Waits for the device."""
+        return None if self._tiers is None else self._tiers.describe()
+
+    def forget_moves(self) -> None:
+        """Sets the counters of `describe_tiers` to zero."""
+        if self._tiers is not None:
+            self._tiers.placement.forget()
+
     # Construction
 
     def _fill(self, seed: int) -> None:
         for part in self.table_shards():
-            fill_initial_weights(
-                part.weights,
-                seed=seed,
-                table=part.shard.table,
-                num_embeddings=self.tables.rows[part.shard.table],
-                row_offset=part.shard.row_part,
-                column_offset=part.shard.column,
-                row_step=part.shard.row_parts,
-            )
+            shard, weights = part.shard, part.weights
+            numbers = {"seed": seed, "table": shard.table, "num_embeddings": self.tables.rows[shard.table]}
+            if isinstance(weights, Tensor):
+                offsets = {"row_offset": shard.row_part, "column_offset": shard.column, "row_step": shard.row_parts}
+                fill_initial_weights(weights, **numbers, **offsets)
+                continue
+            for rows, piece in weights.pieces():
+                values = torch.empty(piece.shape, device=self.device)
+                fill_initial_weights(values, **numbers, row_offset=rows.start, column_offset=shard.column)
+                piece.copy_(values)
+
+
+def _tiers(layout: Layout, shape: TBEShape, updates: TableUpdates, memory: TableMemory) -> TieredRows:
+    """Returns memory for this rank's rows. Collective."""
+    tables, plan, ranks = layout.tables, layout.plan, layout.ranks
+    assert updates.presort, "FBGEMM's backward takes no rows in host memory"
+    if layout.in_row_parts:
+        raise ValueError("--table-memory does not go with parts of a table's rows: shard by tables or columns")
+    row_bytes = {}
+    for rank in range(plan.world_size):  # of all ranks, which so agree
+        shards = plan.of_rank(rank)
+        row_bytes[rank] = 2 * 4 * shards[0].columns
+        memory.check_rows(rank, sum(shard.rows(tables) for shard in shards), row_bytes[rank])
+    rows = sum(shape.rows)
+    device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
+    sizes = PlacementSizes.of_batches(rows, device_rows, shape.parts * shape.samples * sum(shape.hot))
+    resident = first_rows(shape.rows, device_rows)
+    if memory.counts is not None:
+        counts = read_counts(memory.counts, tables)
+        resident = most_named([counts.of_table(shard.table) for shard in plan.of_rank(ranks.rank)], device_rows)
+    return TieredRows(sizes, shape.columns, ranks.device, resident)

@@ -15,7 +15,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 
 from dlrm_bench.dlrm.optimizers import SGD, Adagrad, RowWiseAdagrad, TableOptimizer
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
+from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
+from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 _OPTIMIZERS = {
     Adagrad.name: EmbOptimType.EXACT_ADAGRAD,
@@ -60,13 +63,22 @@ class FixedTBE:
         device: torch.device,
         sorted_updates: bool = False,
         fbgemm: bool = True,
+        tiers: TieredRows | None = None,
     ) -> None:
         """sorted_updates: the tables are updated from the results of `sort` and never by FBGEMM's backward. fbgemm:
         `lookup` may be called; otherwise the Adagrad state of each row is stored right after its weights, and the rows
-        of both are strided."""
+        of both are strided. tiers: has the rows of all tables, on two tiers; `weights` and `state` are those on the
+        device, and places take the place of rows in all that reads or writes them."""
         rows, hot, columns, samples, parts = shape.rows, shape.hot, shape.columns, shape.samples, shape.parts
         self._tbe: SplitTableBatchedEmbeddingBagsCodegen | None = None
-        if fbgemm:
+        self.host: Tensor | None = None
+        """fp32 [H, 2, columns], the rows of `tiers` in host memory."""
+        self._pooled: PooledLookup | None = None
+        if tiers is not None:
+            assert sorted_updates, "FBGEMM takes no rows in host memory"
+            self.weights, self.state, self.host = tiers.memory.weights, tiers.memory.state, tiers.memory.host
+            self._pooled = PooledLookup(shape, device) if fbgemm else None
+        elif fbgemm:
             self._tbe, self.weights, self.state = _fbgemm_tables(rows, shape, optimizer, learning_rate, device)
         else:
             assert sorted_updates, "FBGEMM's backward has its own layout"
@@ -93,7 +105,9 @@ class FixedTBE:
 
     def lookup(self, ids: Tensor, part: int = 0) -> Tensor:
         """Returns a part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are
-        enabled, and its backward then updates the tables. ids: of all parts."""
+        enabled, and its backward then updates the tables. ids: of all parts; places where there are tiers."""
+        if self._pooled is not None:
+            return self._pooled.lookup(self.weights, self.host, self.of_part(ids, part), part)
         assert self._tbe is not None
         return self._tbe(self.of_part(ids, part), self._offsets)
 
@@ -126,9 +140,34 @@ class FixedTBE:
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
         """Writes rows of `weights` in ascending order to sorted_ids, int32 [num_ids], and the bag of each to
         sorted_bags."""
+        sort_ids(ids, self._all_tables(), sorted_ids, sorted_bags)
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Returns the row of all tables, counted one after another, of each id, int32 [num_ids]."""
+        return ids + self._all_tables().first_rows
+
+    def _all_tables(self) -> SortTable:
         if self._order is None:  # not sooner: its memory is as much again as the ids'
             self._order = self.sort_table(range(self.num_tables))
-        sort_ids(ids, self._order, sorted_ids, sorted_bags)
+        return self._order
+
+
+class PooledLookup:
+    """The lookup of a FixedTBE by our kernel, which takes rows on two tiers, into memory of its own."""
+
+    def __init__(self, shape: TBEShape, device: torch.device) -> None:
+        columns = len(shape.hot) * shape.columns
+        tables = [PooledTable(hot, 0, table * shape.columns) for table, hot in enumerate(shape.hot)]
+        self._table = LookupTable(tables, shape.samples, 1, device)
+        self._out = [
+            PeerTensors([torch.zeros(shape.samples, columns, dtype=shape.dtype, device=device)], 0)
+            for _ in range(shape.parts)
+        ]
+
+    def lookup(self, weights: Tensor, host: Tensor | None, places: Tensor, part: int) -> Tensor:
+        """Returns a part's pooled vectors, [samples, tables * columns], until its next lookup."""
+        pooled_lookup(weights, places, self._table, self._out[part], host=host)
+        return self._out[part].own
 
 
 def _fbgemm_tables(

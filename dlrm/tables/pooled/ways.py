@@ -53,7 +53,7 @@ class InPeerMemory:
     inputs: PeerTensors
     """The dense network's inputs of all ranks, [local batch, columns]."""
     first_column: int
-    """Where the pooled vectors of the first table stand in `inputs`; those of the others follow in table order."""
+    """First column in `inputs` of the first table's pooled vectors; those of the others follow in table order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ each as many as the rank with most: so a row has one number whoever owns it.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -30,15 +31,14 @@ class TableShard:
     """fp32 [rows of the rank, 1]: row-wise Adagrad's sum of mean squared gradients."""
 
 
-class OwnedRows:
-    """The memory of one rank's rows, with the initial weights of a seed and states of 0."""
+class RowNumbers:
+    """The numbers that an owner has for its rows of all tables, from 0 on."""
 
-    def __init__(self, tables: Tables, ranks: Ranks, seed: int) -> None:
+    def __init__(self, tables: Tables, ranks: Ranks) -> None:
         """ValueError where the tables have more rows than int32 counts."""
-        self._tables, self._part, self._parts = tables, ranks.rank, ranks.world_size
         of_owner = [-(-rows // ranks.world_size) for rows in tables.rows]
         self.count = sum(of_owner)
-        """Rows of all tables that an owner has memory for: its rows are numbered 0 .. count - 1."""
+        """Rows of all tables of an owner: its rows are numbered 0 .. count - 1."""
         if self.count * ranks.world_size >= 1 << 31:
             raise ValueError(
                 f"the tables have {sum(tables.rows)} rows in all, and the static pipeline numbers them with 31 bits: "
@@ -46,6 +46,17 @@ class OwnedRows:
             )
         self.first_rows = [0, *accumulate(of_owner)][: len(of_owner)]
         """Number of each table's first row."""
+
+
+class OwnedRows:
+    """The memory of one rank's rows, with the initial weights of a seed and states of 0."""
+
+    def __init__(self, tables: Tables, ranks: Ranks, seed: int) -> None:
+        """ValueError where the tables have more rows than int32 counts."""
+        self._tables, self._part, self._parts = tables, ranks.rank, ranks.world_size
+        numbers = RowNumbers(tables, ranks)
+        self.count, self.first_rows = numbers.count, numbers.first_rows
+        """Numbers as in RowNumbers; there is memory for all rows."""
         self.weights = torch.zeros(self.count, tables.columns, device=ranks.device)
         self.state = torch.zeros(self.count, 1, device=ranks.device)
         for shard in self.shards():
@@ -63,3 +74,12 @@ class OwnedRows:
         for table, (first, rows) in enumerate(zip(self.first_rows, self._tables.rows, strict=True)):
             of_rank = slice(first, first + len(range(self._part, rows, self._parts)))
             yield TableShard(table, self._part, self._parts, self.weights[of_rank], self.state[of_rank])
+
+    @contextmanager
+    def unchanged(self, numbers: Tensor) -> Iterator[None]:
+        """Restores all rows bit for bit after training inside on no other rows than `numbers`, int32 [N]. What trains
+        has ended when it ends."""
+        named = numbers.long()
+        rows = self.weights[named], self.state[named]
+        yield
+        self.weights[named], self.state[named] = rows

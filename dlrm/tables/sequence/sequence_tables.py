@@ -15,10 +15,15 @@ depends on the host, so that all of them can be captured in a CUDA graph. For W 
 
 One rank reads and updates its rows straight by keys, without lists. A batch with more distinct rows of an owner than
 a list takes overflows, on whichever rank: see `eager_rows`.
+
+An owner's rows are all in memory, or those that have been named (dynamic/): then its numbers of rows are looked up in a
+map once they are known and sorted, and rows that are new are made, in stage 1. Sums keep their order, so that both ways
+train to the same bits.
 """
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +32,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.overflows import Overflows
 from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity
 from dlrm_bench.dlrm.tables.sequence.owned_rows import OwnedRows, TableShard
@@ -37,6 +43,9 @@ from dlrm_bench.kernels.embedding.gather_rows import gather_rows
 from dlrm_bench.kernels.embedding.row_wise_adagrad import row_wise_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.non_finite import Watch
+
+_NO_PLACE = 1 << 30
+"""Number that ranks agree on in place of an excess where a new row has no place on any of them: above any excess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +68,21 @@ class ExchangedRows:
     """int32 [W, E]: the rows of this rank that each rank asks for; -1 after the last of each."""
     owned: SortedRows | None
     """The same in order, for the update; None where nothing is updated."""
-    excess: Tensor
-    """int32 [1] on the host: what ranks agree on of this batch, see Overflows."""
 
     @property
     def entries(self) -> int:
         """Entries of one owner's list: E."""
         return self.received.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """The places of one batch's rows at their owner, where these are dynamic; -1 where there is none."""
+
+    read: Tensor
+    """int32, of the rows that the lookup reads, in its order: of one rank those of the sorted keys."""
+    updated: Tensor | None
+    """int32, of the rows of the update; None where nothing is updated, nor made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +93,10 @@ class DistributedRows:
     """Keys in order, see owner_keys: of one rank its rows."""
     exchanged: ExchangedRows | None
     """None of one rank."""
+    placed: PlacedRows | None = None
+    """None where the owner has all rows in memory."""
+    excess: Tensor | None = None
+    """int32 [1] on the host: what ranks agree on of this batch, see Overflows; None where there is nothing to."""
 
 
 class SequenceTables:
@@ -93,17 +114,22 @@ class SequenceTables:
         rate: Tensor,
         seed: int,
         exchange: torch.dtype = torch.float32,
+        dynamic: DynamicRows | None = None,
     ) -> None:
         """rate: fp32 [1] on the device, which every update reads. exchange: in which format rows and sums of gradients
-        travel between ranks. ValueError where the tables have too many rows. Collective: makes process groups."""
+        travel between ranks. dynamic: this rank's rows, of the same tables and seed, which are made when they are first
+        named; without it all are in memory. ValueError where the tables have too many rows. Collective: makes process
+        groups."""
         assert tables.columns & (tables.columns - 1) == 0, "checked with the configuration"
         self.tables, self._rate, self._eps, self._dtype = tables, rate, optimizer.eps, exchange
         self._ranks, self._device = ranks.world_size, ranks.device
-        self._owned = OwnedRows(tables, ranks, seed)
+        self.dynamic = dynamic
+        self._owned: OwnedRows | DynamicRows = dynamic or OwnedRows(tables, ranks, seed)
         self._ids_group = self._rows_group = None
         self._overflows: Overflows | None = None
         if self._ranks > 1:
             self._ids_group, self._rows_group = ranks.new_group(), ranks.new_group()
+        if self._ranks > 1 or dynamic is not None:
             self._overflows = Overflows(ranks)
         self._set_capacity(capacity)
 
@@ -138,20 +164,32 @@ class SequenceTables:
         """
         unused = torch.full((self.capacity.count,), -1, dtype=torch.int32, device=self._device)
         ordered = SortedRows(unused, torch.arange(self.capacity.count, dtype=torch.int32, device=self._device))
-        exchanged = None
-        if self._overflows is not None:
+        exchanged, excess = None, None
+        if self._ranks > 1:
             self._lists = self._lists or self._empty_lists(self._entries)
             if updates and self._sort_owned is None:
                 self._sort_owned = self._sort_table(self._ranks * self._entries, self._owned.count)
-            exchanged = self._empty_exchanged(self._entries, updates, self._overflows.empty())
-        return DistributedRows(ordered, exchanged)
+            exchanged = self._empty_exchanged(self._entries, updates)
+        placed = self._empty_placed(self._ranks * self._entries or self.capacity.count, updates)
+        if self._overflows is not None and (exchanged is not None or updates):
+            excess = self._overflows.empty()
+        return DistributedRows(ordered, exchanged, placed, excess)
 
-    def _empty_exchanged(self, entries: int, updates: bool, excess: Tensor) -> ExchangedRows:
+    def _empty_placed(self, count: int, updates: bool) -> PlacedRows | None:
+        """count: rows that the lookup reads."""
+        if self.dynamic is None:
+            return None
+        read = torch.full((count,), -1, dtype=torch.int32, device=self._device)
+        if not updates:
+            return PlacedRows(read, None)
+        return PlacedRows(read, read if self._ranks == 1 else read.clone())
+
+    def _empty_exchanged(self, entries: int, updates: bool) -> ExchangedRows:
         slots = torch.full((self.capacity.count,), -1, dtype=torch.int32, device=self._device)
         lists = torch.full((4, self._ranks, entries), -1, dtype=torch.int32, device=self._device)
         distinct = DistinctRows(lists[0], slots, torch.zeros(1, dtype=torch.int32, device=self._device))
         owned = SortedRows(lists[2].view(-1), lists[3].view(-1)) if updates else None
-        return ExchangedRows(distinct, lists[1], owned, excess)
+        return ExchangedRows(distinct, lists[1], owned)
 
     def _empty_lists(self, entries: int) -> tuple[Tensor, Tensor]:
         """Returns memory for what ranks exchange in stages 2 and 4: at the owner of rows, and where they are asked
@@ -164,20 +202,57 @@ class SequenceTables:
     def expect(self, rows: DistributedRows) -> None:
         """Says that an input dist into `rows` comes next, before it is launched or replayed: `eager_rows` waits for
         it."""
-        if self._overflows is not None and rows.exchanged is not None:
-            self._overflows.reset(rows.exchanged.excess)
+        if self._overflows is not None and rows.excess is not None:
+            self._overflows.reset(rows.excess)
 
-    def input_dist(self, ids: Tensor, into: DistributedRows) -> None:
-        """Brings the batch's distinct rows to their owners. Collective.
+    def input_dist(self, ids: Tensor, into: DistributedRows, is_new: Tensor | None = None) -> None:
+        """Brings the batch's distinct rows to their owners, where those that are to be updated are made if they are
+        new. Collective.
 
-        ids: int32 [K], rows of their table, which is not checked; -1 in unused places. into: of `empty_ids`.
+        ids: int32 [K], rows of their table, which is not checked; -1 in unused places. into: of `empty_ids`. is_new:
+        int32 [1] on the device, 0 for a batch that is distributed again; None for 1.
         """
         count = self._owned.count
         owner_keys(ids, self._first_rows, self._ranks, count, self._keys)
         sort_ids(self._keys, self._sort, into.sorted.rows, into.sorted.places)
-        if self._overflows is not None and into.exchanged is not None:
+        if into.exchanged is not None:
             self._exchange_ids(into.sorted, into.exchanged)
-            self._overflows.exchange(into.exchanged.distinct.longest - into.exchanged.entries, into.exchanged.excess)
+        if self.dynamic is not None and into.placed is not None and into.placed.updated is not None:
+            self.dynamic.map.next_batch(is_new)
+        self._agree(into, self._place(into))
+
+    def _agree(self, rows: DistributedRows, lacking: Tensor | None) -> None:
+        """Launches the exchange of what all ranks must know of a batch. lacking: the result of `_place`."""
+        if self._overflows is None or rows.excess is None:
+            return
+        excess = None
+        if rows.exchanged is not None:
+            excess = rows.exchanged.distinct.longest - rows.exchanged.entries
+        if lacking is not None:
+            no_place = torch.where(lacking > 0, _NO_PLACE, -1).int()
+            excess = no_place if excess is None else torch.maximum(excess, no_place)
+        self._overflows.exchange(excess, rows.excess)
+
+    def _place(self, rows: DistributedRows) -> Tensor | None:
+        """Finds the places of a batch's rows at their owner, and makes rows that are new where they are to be updated.
+        Returns how many have no place, int64 [1]; None where every row has one."""
+        if self.dynamic is None or rows.placed is None:
+            return None
+        placed, exchanged = rows.placed, rows.exchanged
+        if placed.updated is None:
+            self.dynamic.map.find(self._read_of(rows), placed.read)
+            return None
+        if exchanged is None:
+            return self.dynamic.place(rows.sorted.rows, placed.updated)
+        assert exchanged.owned is not None, "rows that are updated are sorted"
+        lacking = self.dynamic.place(exchanged.owned.rows, placed.updated)
+        placed.read.index_copy_(0, exchanged.owned.places.long(), placed.updated)
+        return lacking
+
+    @staticmethod
+    def _read_of(rows: DistributedRows) -> Tensor:
+        """Returns the owner's numbers of the rows that the lookup reads, in its order."""
+        return rows.sorted.rows if rows.exchanged is None else rows.exchanged.received.view(-1)
 
     def _exchange_ids(self, ordered: SortedRows, out: ExchangedRows) -> None:
         distinct_rows(ordered.rows, self._owned.count, out.distinct)
@@ -192,20 +267,38 @@ class SequenceTables:
 
     def eager_rows(self, rows: DistributedRows) -> DistributedRows | None:
         """Returns, once the input dist of a batch has run, what all ranks look up and update it with, eagerly, in place
-        of `rows`; None, on all ranks, where no list overflows on any. Collective.
+        of `rows`; None, on all ranks, where no list overflows on any. Collective. ValueError, on all ranks, where the
+        batch names new rows and any rank has no place for them: none of it has trained then.
 
         The lists of all ranks are then as long as the longest needs to be, so that the results are those of any
         capacity. The host waits for the device. RuntimeError where the device has failed.
         """
+        if self._overflows is None or rows.excess is None:
+            return None
+        excess = self._overflows.largest(rows.excess)
+        self._check_places(excess)
         usual = rows.exchanged
-        if self._overflows is None or usual is None:
+        if excess <= 0 or usual is None:
             return None
-        excess = self._overflows.largest(usual.excess)
-        if excess <= 0:
-            return None
-        longer = self._empty_exchanged(usual.entries + excess, usual.owned is not None, usual.excess)
-        self._exchange_ids(rows.sorted, longer)
-        return replace(rows, exchanged=longer)
+        updates, entries = usual.owned is not None, usual.entries + excess
+        placed = self._empty_placed(self._ranks * entries, updates)
+        longer = replace(rows, exchanged=self._empty_exchanged(entries, updates), placed=placed)
+        assert longer.exchanged is not None
+        self._exchange_ids(rows.sorted, longer.exchanged)
+        lacking = self._place(longer)
+        if lacking is not None:
+            self._overflows.reset(rows.excess)
+            self._agree(longer, lacking)
+            self._check_places(self._overflows.largest(rows.excess))
+        return longer
+
+    def _check_places(self, excess: int) -> None:
+        if excess >= _NO_PLACE and self.dynamic is not None:
+            places = self.dynamic.map.places
+            raise ValueError(
+                f"--dynamic-rows {places}: a batch names rows that are new, and a rank has no place left for them; "
+                "give more places, use more GPUs, or let rows that were not named for long lose theirs (--evict-rows)"
+            )
 
     # Stage 2
 
@@ -215,12 +308,20 @@ class SequenceTables:
         out: fp32, bf16 or fp16 [K, columns].
         """
         if rows.exchanged is None:
-            gather_rows(self._owned.weights, rows.sorted.rows, out, rows.sorted.places)
+            self._read(rows, out, rows.sorted.places)
             return
         owned, asked = self._lists_of(rows.exchanged)
-        gather_rows(self._owned.weights, rows.exchanged.received.view(-1), owned)
+        self._read(rows, owned, None)
         dist.all_to_all_single(asked, owned, group=self._rows_group)
         gather_rows(asked, rows.exchanged.distinct.slots, out, rows.sorted.places)
+
+    def _read(self, rows: DistributedRows, out: Tensor, places: Tensor | None) -> None:
+        """Reads what a batch looks up at its owner, see gather_rows."""
+        read = self._read_of(rows) if rows.placed is None else rows.placed.read
+        gather_rows(self._owned.weights, read, out, places)
+        if self.dynamic is not None and rows.placed is not None and rows.placed.updated is None:
+            targets = torch.arange(len(read), dtype=torch.int32, device=self._device) if places is None else places
+            self.dynamic.write_unnamed(self._read_of(rows), read, out, targets)
 
     def _lists_of(self, exchanged: ExchangedRows) -> tuple[Tensor, Tensor]:
         if self._lists is None or exchanged.entries != self._entries:
@@ -243,11 +344,13 @@ class SequenceTables:
             distinct_sums(gradients, rows.exchanged.distinct.slots, rows.sorted.places, asked)
             dist.all_to_all_single(owned, asked, group=self._rows_group)
             places, update = owned, rows.exchanged.owned
+        named = update.rows if rows.placed is None else rows.placed.updated
+        assert named is not None, "ids of an evaluation update nothing"
         row_wise_adagrad(
             self._owned.weights,
             self._owned.state,
             places,
-            update.rows,
+            named,
             update.places,
             self._rate,
             self._eps,
@@ -258,5 +361,22 @@ class SequenceTables:
     # State
 
     def table_shards(self) -> Iterator[TableShard]:
-        """Yields this rank's part of each table, in their order, with weights and optimizer state, as views."""
+        """Yields this rank's part of each table, in their order, with weights and optimizer state, as views. Of rows
+        that are all in memory."""
+        assert isinstance(self._owned, OwnedRows), "dynamic rows have no order"
         return self._owned.shards()
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """All weights and optimizer state of this rank, fp32 [R, columns] and [R, 1]."""
+        return self._owned.weights, self._owned.state
+
+    @contextmanager
+    def unchanged(self, rows: int) -> Iterator[None]:
+        """Restores all rows bit for bit after training inside on the first `rows` of this rank's part of each table
+        alone. What trains has ended when it ends."""
+        ends = [*self._owned.first_rows[1:], self._owned.count]
+        firsts = zip(self._owned.first_rows, ends, strict=True)
+        numbers = torch.cat([torch.arange(first, min(first + rows, end)) for first, end in firsts]).int()
+        with self._owned.unchanged(numbers.to(self._device)):
+            yield

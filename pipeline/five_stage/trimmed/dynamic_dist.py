@@ -21,7 +21,7 @@ class DynamicDist:
 
     A batch takes an all-to-all of lengths, which the stride alone sizes, one host read of sums of lengths and an
     all-to-all of values. The read is issued by `start` and waited for in `launch`. Row-wise buckets are TorchRec's own,
-    of the whole input: other keys are bucketized to no purpose, which takes fewer launches than leaving them out.
+    of the whole input: bucketizing the other keys, to no purpose, takes fewer launches than leaving them out.
     """
 
     def __init__(self, groups: Sequence[Group], keys: Sequence[str], rank_group: RankGroup) -> None:

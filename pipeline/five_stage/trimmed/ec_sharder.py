@@ -2,19 +2,19 @@
 
     DistributedModelParallel(model, sharders=[TrimmedECSharder(sequence_lengths={"history": 200}), ...], ...)
 
-is all that a user changes where every sequence has as many ids. Sequences of other lengths are padded: each to a
-capacity, with an id that the model masks; or all together, to a number of ids in every batch, `batch_ids`, by more
-sequences after those of the samples, which the model leaves out. That takes far fewer ids where lengths vary, fewer
-still with a choice of such numbers: then every batch has the smallest one that it fits on all ranks.
+is all that a user changes where every sequence has the same number of ids. Sequences of other lengths are padded: each
+to a capacity, with an id that the model masks; or all together, to a number of ids in every batch, `batch_ids`, by
+further sequences after those of the samples, which the model leaves out. The latter takes far fewer ids where lengths
+vary, and fewer still with a choice of such numbers: every batch then has the smallest that fits on all ranks.
 
 Where all features of the collection are declared, and tables are sharded table-wise, column-wise or data-parallel, a
 batch takes one all-to-all of values, of all sharding types together, and no host read. Otherwise the input dist is
 TorchRec's own, whose splits FiveStagePipeline exchanges for all modules together, with one read through pinned memory.
 
 Lookups are of bags of at most 16 ids, whatever the sequences are: FBGEMM's kernel has one warp look up a bag, id after
-id, and nothing after it asks what the bags were.
+id, and no later step asks for the bags.
 
-The vectors' way back is TorchRec's: their splits are known on the host.
+The output dist is TorchRec's: its splits are known on the host.
 """
 
 import logging
@@ -51,7 +51,7 @@ _LOCAL = ShardingType.DATA_PARALLEL.value
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """Input dist of one sharding type and batch size: this rank's own features, and what goes where."""
+    """Input dist of one sharding type and batch size: this rank's own features, and the splits."""
 
     keys: list[str]
     rows: Tensor | None
@@ -74,7 +74,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
         self._input_keys: list[str] = []
         self._before = BatchSizeCache[list[_Before]]()
         self.why_not_trimmed = self._why_not()
-        """Why the input dist is TorchRec's own, if it is."""
+        """Reason why the input dist is TorchRec's own; None where it is trimmed."""
         if self.why_not_trimmed is not None:
             logger.warning("the input dist of an EmbeddingCollection is TorchRec's own: %s", self.why_not_trimmed)
             return
@@ -93,9 +93,13 @@ class TrimmedEC(ShardedEmbeddingCollection):
         return bool(self._need_indices)
 
     def trimmed_features(self) -> dict[str, list[str]]:
-        """Features by what their input dist is: "static" or TorchRec's own ("torchrec")."""
+        """Features by the kind of their input dist: "static" or TorchRec's own ("torchrec")."""
         names = sorted({name for config in self._embedding_configs for name in config.feature_names})
         return {"static" if self.why_not_trimmed is None else "torchrec": names}
+
+    def reading_features(self) -> list[str]:
+        """Returns features whose input dist reads the device."""
+        return self.trimmed_features().get("torchrec", [])
 
     @property
     def input_dist_waits(self) -> bool:
@@ -112,8 +116,8 @@ class TrimmedEC(ShardedEmbeddingCollection):
             graphed.close()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's, trimmed. ValueError where the input is not what the first one was, or not as it was declared;
-        lengths are trusted as far as the host does not have them."""
+        """TorchRec's input dist, trimmed. ValueError where the input differs in form from the first one, or from its
+        declaration; lengths that the host does not have are trusted."""
         if self.why_not_trimmed is not None:
             return super().input_dist(ctx, features)
         features = maybe_td_to_kjt(features)
@@ -247,8 +251,8 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
         batch_ids: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     ) -> None:
         """sequence_lengths: ids of every sequence of a feature, padding included. batch_ids: ids of a feature in every
-        batch of every rank, padding included; or several such mappings, one of which a batch is like on all ranks:
-        which one, each rank sees by its number of ids. cuda_graph: as TrimmedEBCSharder's. ValueError where a length is
+        batch of every rank, padding included; or several such mappings, one of which holds of a batch on all ranks:
+        each rank tells which by its number of ids. cuda_graph: as TrimmedEBCSharder's. ValueError where a length is
         not a positive integer, a feature has both, or the mappings cannot be told apart or name different features."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         kinds = [batch_ids] if isinstance(batch_ids, Mapping) else batch_ids or [{}]

@@ -1,8 +1,8 @@
 """TorchRec's output dist of table-wise tables, reduced to one all-to-all each way.
 
 TorchRec puts two autograd functions around the all-to-all, so that several can be in progress at once, joins them by a
-dummy tensor, copies the vectors into a send buffer, and calls record_stream on the result. Where tables of one sharding
-type alone are exchanged there is nothing to join.
+dummy tensor, copies the vectors into a send buffer, and calls record_stream on the result. With one sharding type
+exchanged there is nothing to join.
 """
 
 import math
@@ -25,13 +25,13 @@ from .batch_size_cache import BatchSizeCache
 
 
 class TrimmedOutputDist(nn.Module):
-    """A stand-in for a TwPooledEmbeddingDist: the same results and gradients, bit by bit.
+    """Replacement for a TwPooledEmbeddingDist, with the same results and gradients bit by bit.
 
     `forward` launches the all-to-all; the wait of its result belongs on the same stream.
     """
 
     def __init__(self, stock: TwPooledEmbeddingDist, cuda_graph: bool = False) -> None:
-        """stock: one that `can_replace` allows. cuda_graph: replay the all-to-alls, and the kernels around them, for
+        """stock: a dist that `can_replace` allows. cuda_graph: replay the all-to-alls, and the kernels around them, for
         batches of the first one's size."""
         super().__init__()
         self._cuda_graph = cuda_graph

@@ -1,8 +1,8 @@
-"""Row-wise tables whose ids all ranks are sent: each looks up its own rows, and the others with weight zero.
+"""Row-wise tables whose ids go to all ranks: each looks up its own rows, and other ranks' rows with weight zero.
 
-So many ids come to each rank in every batch, whatever they are: what a batch without a read of the device needs. An id
-of another rank's row stays, at one of this rank's, spread over them. Its gradient is zero, which leaves rows alone
-under the optimizers that IGNORE_ZEROS names. A row that is not finite spoils all vectors that it has a part in so.
+The number of ids that a rank gets is then the same in every batch, so the host reads nothing. An id of another rank's
+row is mapped to one of this rank's rows, spread over them. Its gradient is zero, which leaves that row unchanged under
+the optimizers that IGNORE_ZEROS names. A row that is not finite spoils every vector into which it is summed this way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,10 +19,10 @@ IGNORE_ZEROS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType
 
 @dataclass(frozen=True, slots=True)
 class OwnedRows:
-    """Which ids of a KJT name rows of this rank."""
+    """Ids of a KJT that name rows of this rank."""
 
     first: Tensor
-    """For each id, int64 [ids], this rank's first row of its table."""
+    """This rank's first row of each id's table, int64 [ids]."""
     count: Tensor
     """And the number of this rank's rows."""
 
@@ -37,8 +37,8 @@ class OwnedRows:
 def owned_rows(
     hash_sizes: Sequence[int], ids_of_tables: Sequence[int], rank: int, ranks: int, device: torch.device
 ) -> OwnedRows:
-    """Returns those of so many ids of each table, one table after another. hash_sizes: the tables' rows, which ranks
-    have in blocks of one size, of TorchRec's even row-wise sharding."""
+    """Returns the owned rows for a number of ids of each table, one table after another. hash_sizes: the tables' rows,
+    of which each rank has a block of equal size (TorchRec's even row-wise sharding)."""
     blocks = [-(-rows // ranks) for rows in hash_sizes]
     firsts = [rank * block for block in blocks]
     counts = [min(block, rows - first) for block, rows, first in zip(blocks, hash_sizes, firsts, strict=True)]

@@ -31,7 +31,7 @@ class IdFormat:
         return torch.cat([ids.unsqueeze(1).view(unit), weights.unsqueeze(1).view(unit)], dim=1)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns ids and weights of what `pack` gave, or of rows of it."""
+        """Returns the ids and weights of a result of `pack`, or of some of its rows."""
         if self.weights is None:
             return rows, None
         wide = self.ids.itemsize // rows.element_size()

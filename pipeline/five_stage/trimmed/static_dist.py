@@ -1,11 +1,10 @@
-"""TorchRec's input dist without what need not be asked, for features whose multi-hot sizes were declared.
+"""TorchRec's input dist without exchanges of sizes, for features whose multi-hot sizes were declared.
 
 An input dist takes the KJT of the local batch to one KJT a sharding type, each with the bags of the global batch that
-this rank looks up. StaticDist is for groups of features of declared sizes; all others take the way of
-dynamic_dist.py.
+this rank looks up. StaticDist is for groups of features of declared sizes; dynamic_dist.py is for all others.
 
-Ranks exchange over one process group, collectives in the order of the calls. A dist's methods and both waits of what
-it starts belong on one stream, which orders the reuse of all memory; a reader on another stream waits for an event
+Ranks exchange over one process group, collectives in the order of the calls. A dist's methods and both of its waits
+belong on one stream, which orders the reuse of all memory; a reader on another stream waits for an event
 recorded after the second wait, and keeps the KJTs until an event of its own.
 """
 
@@ -29,8 +28,8 @@ from .packed_ids import IdFormat
 _LOOKED_UP_AT_ONCE = 16
 """Ids of a bag in lookups without pooling: a warp of FBGEMM's kernel looks up one bag, id after id."""
 _INT32_ELEMENTS = 1 << 31
-"""As many elements as TorchRec's way back of unpooled vectors cannot count in int32. It multiplies lengths by the width
-and sums them, in the lengths' own type, and FBGEMM's permutation then reads past its memory."""
+"""Smallest number of elements that TorchRec's way back of unpooled vectors cannot count in int32: it multiplies lengths
+by the width and sums them in the lengths' own type, and FBGEMM's permutation then reads past its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,7 @@ class _SecondWait(Awaitable[KeyedJaggedTensor]):
 
 @dataclass(slots=True)
 class AllToAll:
-    """One all-to-all of values beside the host; keeps what it reads and writes."""
+    """One asynchronous all-to-all of values; keeps the memory that it reads and writes."""
 
     sent: Tensor
     received: Tensor
@@ -102,7 +101,7 @@ class AllToAll:
 
     @staticmethod
     def start(sent: Tensor, send_splits: list[int], receive_splits: list[int], rank_group: RankGroup) -> "AllToAll":
-        """Splits: rows for and from each rank. A rank alone receives what it sends."""
+        """Splits: rows for and from each rank. A single rank receives its own rows."""
         if rank_group.world_size == 1:
             return AllToAll(sent, sent, None)
         received = torch.empty(sum(receive_splits), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
@@ -124,8 +123,8 @@ class Sizes:
     per_bag: Mapping[str, int]
     """Number of ids in every bag, of the features with a fixed one."""
     per_batch: Sequence[Mapping[str, int]] = ({},)
-    """Of unpooled features with as many in a batch, whatever the lengths of its sequences; one or more kinds of
-    batches, which name the same features."""
+    """Number of ids in a batch, of unpooled features with a fixed one, whatever the lengths of sequences; one or more
+    kinds of batches, which name the same features."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.per_bag or name in self.per_batch[0]
@@ -150,7 +149,7 @@ class KJTLayout:
     length_per_key: list[int]
     offset_per_key: list[int]
     owned: OwnedRows | None = None
-    """Of row-wise tables."""
+    """Ids of row-wise tables that name this rank's rows; None without such tables."""
 
     def kjt(self, values: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Complete: neither its lookup nor `sync` has to read the device."""
@@ -205,9 +204,9 @@ class StaticDist:
         pooled: bool = True,
     ) -> None:
         """keys: of the input, in its order. sizes: of the groups' features and maybe of other keys. pooled: False where
-        what is made is looked up id by id, so that its bags may be any.
+        the lookup is id by id, so that bags may be any.
 
-        cuda_graph: replay the gathers and the all-to-all, where something is exchanged and all keys are declared, for
+        cuda_graph: replay the gathers and the all-to-all, where there is an exchange and all keys are declared, for
         batches like the first one.
         """
         self.groups = groups

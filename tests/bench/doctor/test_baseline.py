@@ -15,8 +15,8 @@ from dlrm_bench.bench.doctor.diagnosis import (
 )
 from dlrm_bench.bench.doctor.findings import Finding
 from dlrm_bench.bench.doctor.parts import Parts
-from dlrm_bench.bench.doctor.remedies import REMEDIES, predict
-from dlrm_bench.bench.doctor.text import comparison_lines, finding_lines
+from dlrm_bench.bench.doctor.remedies import REMEDIES, WHOLE_ITERATION, predict
+from dlrm_bench.bench.doctor.text import comparison_lines, finding_lines, prediction_lines
 from tests.bench.doctor.made import frame
 
 
@@ -43,7 +43,7 @@ def finding(kind: str = judge.SYNC, *, line: int = 9, ms: float | None = 0.5, li
     )
 
 
-NOTHING = Parts(dense_ms=0.0, input_dist_ms=0.0, record_streams_ms=0.0, gpu_ms=0.0)
+NOTHING = Parts(dense_ms=0.0, input_dist_ms=0.0, record_streams_ms=0.0, stages_ms=0.0, gpu_ms=0.0)
 
 
 def rank(graph_launches: float) -> RankSummary:
@@ -130,7 +130,7 @@ def test_a_sync_that_only_moved_is_seen():
 
 def test_graphs_take_the_dense_networks_part_away():
     """Its loop of launches is within the part, and counts once."""
-    parts = Parts(dense_ms=1.2, input_dist_ms=0.3, record_streams_ms=0.0, gpu_ms=0.9)
+    parts = Parts(dense_ms=1.2, input_dist_ms=0.3, record_streams_ms=0.0, stages_ms=0.0, gpu_ms=0.9)
     before = diagnosis(2.5, finding(judge.OPTIMIZER_LOOP, ms=0.4), finding(ms=0.1), parts=parts)
     result = compare(before, diagnosis(1.3, graphs=3.0))
     assert result.gone_ms == pytest.approx(1.3)
@@ -140,7 +140,7 @@ def test_graphs_take_the_dense_networks_part_away():
 
 
 def test_an_input_dist_without_its_reads_is_gone_as_a_whole():
-    parts = Parts(dense_ms=1.2, input_dist_ms=0.8, record_streams_ms=0.0, gpu_ms=0.5)
+    parts = Parts(dense_ms=1.2, input_dist_ms=0.8, record_streams_ms=0.0, stages_ms=0.0, gpu_ms=0.5)
     read = finding(ms=0.1, library="torchrec/distributed/dist_data.py")
     other = finding(judge.FROM_LIST, ms=0.2, library="torchrec/distributed/dist_data.py")
     result = compare(diagnosis(2.5, read, other, parts=parts), diagnosis(1.8))
@@ -191,7 +191,7 @@ def test_a_prediction_is_as_sure_as_its_findings():
 
 def test_a_part_is_taken_away_once():
     loop, read = finding(judge.OPTIMIZER_LOOP, ms=0.5), finding(ms=1.0, library="torchrec/distributed/dist_data.py")
-    parts = Parts(dense_ms=2.0, input_dist_ms=1.5, record_streams_ms=0.001, gpu_ms=0.0)
+    parts = Parts(dense_ms=2.0, input_dist_ms=1.5, record_streams_ms=0.001, stages_ms=0.0, gpu_ms=0.0)
     made = predict([loop, read], 5.0, parts, graphs=False, pipelined=True)
     predictions = {p["remedy"].removeprefix("five-stage pipeline: "): p for p in made}
     assert predictions["cuda_graph='dense'"]["removes_ms"] == 2.0
@@ -201,8 +201,21 @@ def test_a_part_is_taken_away_once():
     assert "avoid_record_streams" not in predictions
 
 
+def test_a_graph_of_the_iteration_takes_all_stages_away_once_nothing_keeps_it_out():
+    parts = Parts(dense_ms=2.0, input_dist_ms=1.5, record_streams_ms=0.0, stages_ms=4.5, gpu_ms=0.3)
+    found = [finding(judge.SHAPE, ms=0.0), finding(judge.OPTIMIZER_LOOP, ms=0.5)]
+    made = predict(found, 5.0, parts, graphs=True, pipelined=True, keeps_out=["tables has sequences"])
+    (whole,) = (p for p in made if p["remedy"] == WHOLE_ITERATION)
+    assert (whole["removes_ms"], whole["at_best_ms"]) == (4.5, 0.5)
+    assert whole["keeps_out"][0] == "tables has sequences"
+    assert "shapes change" in whole["keeps_out"][1]
+    lines = "\n".join(prediction_lines(diagnosis(5.0, parts=parts) | {"predictions": made}))  # type: ignore[arg-type]
+    assert "first: tables has sequences" in lines
+    assert all(not p["keeps_out"] for p in made if p is not whole)
+
+
 def test_what_a_script_has_already_is_not_predicted():
-    parts = Parts(dense_ms=0.5, input_dist_ms=0.2, record_streams_ms=0.0, gpu_ms=0.0)
+    parts = Parts(dense_ms=0.5, input_dist_ms=0.2, record_streams_ms=0.0, stages_ms=0.0, gpu_ms=0.0)
     (left,) = predict([], 2.0, parts, graphs=True, pipelined=True)
     assert "launch_threads=2" in left["remedy"]
     reads = finding(judge.SYNCHRONIZE, ms=0.1, library="pipeline/five_stage/splits_exchange.py")

@@ -14,6 +14,7 @@ from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.doctor import leaving, rank
 from dlrm_bench.bench.doctor.diagnosis import Diagnosis, diagnose, read_diagnosis
 from dlrm_bench.bench.doctor.examine import ExaminationError, examine
+from dlrm_bench.bench.doctor.remedies import WHOLE_ITERATION
 from dlrm_bench.bench.doctor.site_folder import Settings, environment_with_hook
 from tests.launched import free_port, ranks_naming, wait_until
 
@@ -209,7 +210,10 @@ def assert_torchrec_is_found(diagnosis: Diagnosis) -> None:
     assert sum(finding["count"] for finding in found["sync"]) >= 2
     assert sum(finding["count"] for finding in found["tensor_from_list"]) >= 4
     assert any("dist_data.py" in finding["library"]["file"] for finding in found["sync"])
-    assert any("trimmed input dist" in prediction["remedy"] for prediction in diagnosis["predictions"])
+    predictions = diagnosis["predictions"]
+    assert any("trimmed input dist" in prediction["remedy"] for prediction in predictions)
+    (whole,) = (prediction for prediction in predictions if prediction["remedy"] == WHOLE_ITERATION)
+    assert any("TrimmedEBCSharder(multi_hot_sizes)" in what for what in whole["keeps_out"])
 
 
 def test_stock_torchrec_under_two_ranks(tmp_path):

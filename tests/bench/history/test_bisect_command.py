@@ -102,7 +102,7 @@ def test_an_interrupted_bisection_goes_on_and_runs_half_a_pair_again(
     plan = folder / module.PLAN_JSON
     plan.write_text(plan.read_text().replace("boot ", "another boot "))
     assert main(["bisect", "--resume", str(folder)]) == 2
-    assert "bisect anew here" in capsys.readouterr().err
+    assert "start a new bisection here" in capsys.readouterr().err
 
 
 def test_ends_alone_are_a_sitting_of_a_history(

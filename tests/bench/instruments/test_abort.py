@@ -191,6 +191,22 @@ def test_a_signal_twice_closes_the_log_once(tmp_path):
     assert "FileExistsError" not in ended.outputs[0]
 
 
+def test_a_signal_with_a_handler_of_its_own_ends_nothing(monkeypatch):
+    """A sampling profiler's timer: every signal reaches the descriptor that the watch reads."""
+    ended = threading.Event()
+    monkeypatch.setattr(AbortWatch, "_end", lambda self, reason, code, announce: ended.set())
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    try:
+        with AbortWatch(ranks, lambda: None):
+            signal.raise_signal(signal.SIGALRM)
+            assert not ended.wait(0.2)
+            signal.raise_signal(signal.SIGTERM)
+            assert ended.wait(PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
 def test_handlers_are_restored(monkeypatch):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))

@@ -7,16 +7,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder.launching import LAUNCHER, MEASURE, _failed, run_by, run_forked, torchrun
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.runtime.command_line import FailedError
-from tests.launched import PATIENCE_S, end, ranks_naming, wait_until, wait_until_training
+from tests.launched import PATIENCE_S, end, fork, ranks_naming, wait, wait_until, wait_until_training
 
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
 UNTIL = ["--target-auc", "None", "--iterations"]
@@ -105,20 +108,31 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def start_ladder(folder: Path) -> "subprocess.Popen[bytes]":
-    """A process that runs one long member, called x, in `folder`."""
-    flags = [*LONG, "--results-dir", str(folder), "--run-id", "x"]
-    imports = "from pathlib import Path; from dlrm_bench.bench.ladder.launching import run_forked"
-    call = f"{imports}; run_forked({flags}, 2, Path('x.log'))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", call], cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+def run_x(folder: Path) -> int:
+    """Runs one long member, called x, in a process forked from the server, whose ranks the same server forks.
+
+    Returns the status that the exception asks for. A fresh process and its own server would import all for seconds.
+    """
+    launching.start_server = forkserver._forkserver.ensure_running = lambda: None
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it, and so does its fork
+    try:
+        run_forked([*LONG, "--results-dir", str(folder), "--run-id", "x"], 2, Path("x.log"))
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def start_ladder(folder: Path) -> Any:
+    (process,) = fork(1, folder, run_x, folder)
+    return process
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
     process = start_ladder(tmp_path)
-    while_training(tmp_path, lambda: process.send_signal(number)).join()
-    assert process.wait(PATIENCE_S) == status
+    while_training(tmp_path, lambda: os.kill(process.pid, number)).join()
+    assert wait([process], tmp_path).statuses == [status]
     assert not ranks_of("x")
     log = (tmp_path / "x" / LOG_NAME).read_text()
     assert '"status": "aborted"' in log
@@ -126,7 +140,20 @@ def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.S
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
-def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name: str, status: int) -> None:
+def test_a_signal_to_what_started_a_command_ends_it(tmp_path: Path, name: str, status: int) -> None:
+    """Here the command sends it, and would sleep for an hour."""
+    number = signal.Signals[name]
+    before = signal.signal(number, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt if name == "SIGINT" else SystemExit) as ended:
+            run_by(["sh", "-c", "kill -$0 $PPID; exec sleep 3600", name.removeprefix("SIG")], [], tmp_path / "x.log")
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    assert name == "SIGINT" or ended.value.args == (status,)
+
+
+def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path) -> None:
     script, results = tmp_path / "script.py", tmp_path / "results"
     script.write_text(
         "import os, pathlib, threading\n"
@@ -135,16 +162,16 @@ def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path, name:
     )
     call = (
         "import signal, sys; from pathlib import Path; from dlrm_bench.bench import cli, started_runs;"
-        f"signal.signal(signal.{name}, signal.SIG_DFL);"  # a shell's background job ignores SIGINT
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background job ignores it
         f"started_runs.MEASURE = Path({str(script)!r});"
         f"sys.exit(cli.main(['host', '--nproc', '2', '--results-dir', {str(results)!r}, '--preset', 'smoke']))"
     )
     process = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: len(list(tmp_path.glob("rank_*"))) == 2, "the ranks have started")
-        process.send_signal(signal.Signals[name])
+        process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == status
+        assert process.returncode == 130
         assert said == ""
         wait_until(lambda: not list(ranks_naming(str(script))), "the ranks have ended")
     finally:
@@ -208,7 +235,7 @@ def test_what_a_rank_knows_comes_before_another_ones_traceback(tmp_path: Path) -
 def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:
     process = start_ladder(tmp_path)
     while_training(tmp_path, process.kill).join()
-    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert wait([process], tmp_path).statuses == [-signal.SIGKILL]
     wait_until(lambda: not ranks_of("x"), "the ranks have ended")
 
 

@@ -2,8 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+import torch
+
+from dlrm_bench.bench.limits.ceilings import measure
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dcnv2.work import table_work
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 
 def test_sizes_of_the_mlperf_model() -> None:
@@ -15,3 +20,9 @@ def test_sizes_of_the_mlperf_model() -> None:
     assert in_fp32.update == 214 * (4 + 2048) + 26 * 128 * 4
     sgd = replace(config, optimizer=replace(config.optimizer, embedding="sgd"))
     assert table_work(sgd, 1, 4).update == 214 * (4 + 1024) + 26 * 128 * 4
+
+
+def test_a_model_without_counted_work_is_refused_with_those_that_have_it() -> None:
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="--preset zoo-deepfm: the work of DeepFM is not counted: take one of smoke, "):
+        next(measure(preset("zoo-deepfm"), ranks))

@@ -76,12 +76,12 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes, said: s
 
 
 def test_text_has_short_values_on_a_line_and_loses_none() -> None:
-    value = {"a": {"b": [1, 2.5, None], "c": {}}, "long": list(range(200)), "many": [{"x": "ü" * 60}, {"y": "z" * 60}]}
+    value = {"a": {"b": [1, 2.5, None], "c": {}}, "long": list(range(200)), "many": [{"x": "ü" * 90}, {"y": "z" * 90}]}
     text = json_text(value)
     assert json.loads(text) == value
-    assert text.splitlines()[1] == ' "a": {"b": [1, 2.5, null], "c": {}},'
-    assert text.splitlines()[2].startswith(' "long": [0, 1, 2, ')  # a flat list stays on its line
-    assert [line.strip() for line in text.splitlines()[4:6]] == [f'{{"x": "{"ü" * 60}"}},', f'{{"y": "{"z" * 60}"}}']
+    assert text.splitlines()[1] == ' "a": {"b":[1,2.5,null],"c":{}},'
+    assert text.splitlines()[2].startswith(' "long": [0,1,2,')  # a flat list stays on its line
+    assert [line.strip() for line in text.splitlines()[4:6]] == [f'{{"x":"{"ü" * 90}"}},', f'{{"y":"{"z" * 90}"}}']
 
 
 @pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"a": {"b": ["x" * 200, float("nan")]}}])

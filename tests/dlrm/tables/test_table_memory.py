@@ -12,7 +12,10 @@ import torch.distributed as dist
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_tables_fit, device_memory_bytes
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
+from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_places_fit, check_tables_fit, device_memory_bytes
+from dlrm_bench.dlrm.tables.tables import Tables
 
 CPU = torch.device("cpu")
 ADAGRAD = OptimizerConfig().tables
@@ -85,3 +88,18 @@ def test_host_memory_is_shared_by_the_ranks_of_a_node_and_counts_the_page_cache(
 def test_host_memory_of_this_machine():
     page = os.sysconf("SC_PAGE_SIZE")
     assert 0 < share_of_the_host(1) <= os.sysconf("SC_PHYS_PAGES") * page
+
+
+def test_dynamic_rows_must_fit(one_rank):
+    needed = int(bytes_of(1000, 512) / HEADROOM) + 1
+    check_places_fit(512, 1000, needed, CPU)
+    with pytest.raises(ValueError, match=r"--dynamic-rows 1000 does not fit: rows, state and map need 0\.0 GB of a"):
+        check_places_fit(512, 1000, needed - 100, CPU)
+
+
+def test_dynamic_rows_take_the_bytes_that_are_said():
+    tables = Tables(names=("a",), rows=(5000,), columns=64, hot=(1,), pooled=False)
+    rank = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
+    rows = DynamicRows(tables, rank, 0, 3000, True)
+    held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, *rows.map.memory()))
+    assert held == pytest.approx(bytes_of(3000, 64), abs=100)

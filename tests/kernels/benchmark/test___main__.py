@@ -10,7 +10,17 @@ ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels"
 BENCHMARKS = tuple(
     KERNELS / "benchmark" / f"{name}.py"
-    for name in ("__main__", "attention", "fp8", "input_dist", "single_ids", "tokens")
+    for name in (
+        "__main__",
+        "attention",
+        "dynamic_rows",
+        "fp8",
+        "input_dist",
+        "replicated",
+        "single_ids",
+        "tiers",
+        "tokens",
+    )
 )
 NO_KERNELS = {"__init__", "_call", "_cuda", "_dropout", "_silu_attention_hopper", "_triton", "peer_tensors", "stages"}
 PATHS = {

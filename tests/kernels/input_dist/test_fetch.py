@@ -43,7 +43,10 @@ def test_nothing_named_leaves_what_is_there(fetch: Callable[..., None]) -> None:
     ring = torch.zeros(2, dtype=torch.int64, pin_memory=PINNED)
     (source,), out = sources(1, 100), torch.full((100,), 5, dtype=torch.int32, device=DEVICE)
     ring[1], taken = source.data_ptr(), torch.zeros((), dtype=torch.int64, device=DEVICE)
-    fetch(ring, taken, out)
+    is_new = torch.full((1,), 9, dtype=torch.int32, device=DEVICE)
+    fetch(ring, taken, out, is_new)
     assert (out == 5).all()
-    fetch(ring, taken, out)
+    assert is_new.item() == 0
+    fetch(ring, taken, out, is_new)
     assert torch.equal(out.cpu(), source)
+    assert is_new.item() == 1

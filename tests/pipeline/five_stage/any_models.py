@@ -280,10 +280,10 @@ def build(
         apply_optimizer_in_backward(tables, _tables(module), {"lr": 0.05, "eps": 1e-8})
         of_table = {}
         for table in by_type[type(module)].shardable_parameters(module):
-            of_table[table] = _shard(plan(count, isinstance(module, EmbeddingCollection)), count, ranks.world_size)
+            of_table[table] = _shard(plan(count, isinstance(module, EmbeddingCollection)), count, ranks)
             count += 1
         plans[name] = construct_module_sharding_plan(
-            module, of_table, by_type[type(module)], local_size=ranks.world_size, world_size=ranks.world_size,
+            module, of_table, by_type[type(module)], local_size=ranks.local_world_size, world_size=ranks.world_size,
             device_type=ranks.device.type,
         )  # fmt: skip
     sharded = DistributedModelParallel(
@@ -298,12 +298,13 @@ def _tables(module: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in module.named_parameters() if "embedding" in name]
 
 
-def _shard(kind: str, index: int, world: int) -> Any:
+def _shard(kind: str, index: int, ranks: Ranks) -> Any:
+    world, nodes = ranks.world_size, ranks.nodes
     rank = index % world
     return {
         TW: table_wise(rank=rank),
         CW: column_wise(ranks=[rank, (rank + 1) % world]),
         RW: row_wise(),
-        TWRW: table_row_wise(host_index=0),
+        TWRW: table_row_wise(host_index=index % nodes),
         DP: data_parallel(),
     }[kind]

@@ -14,7 +14,8 @@ from torch.profiler import record_function
 import dlrm_bench.pipeline.static.graphs
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 from dlrm_bench.pipeline.static.graphs import Graphs
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.cpu_graphs import capture_on_cpu

@@ -1,4 +1,5 @@
-"""An evaluation is a forward pass: captured, without dropout, and with nothing kept for a backward pass."""
+"""Cross-cutting: an evaluation is a forward pass alone, captured, without dropout, and keeps nothing for a backward
+pass."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Histories of no event, of one and of the most that the benchmark has, in batches of two samples and of one, through
-the static pipeline: it trains what stock does, whatever the other rank has."""
+"""Cross-cutting: histories of no event, of one and of the most that the benchmark has, in batches of one sample and of
+two, through the static pipeline: it trains what stock does, whatever the other rank has."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -56,7 +56,7 @@ def test_a_second_miss_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_failed_run_ends_it_and_is_not_taken_for_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FailedError, match="a rank failed"):
         done(monkeypatch, tmp_path, Pretended(failing=[2]))
-    with pytest.raises(ValueError, match=r"run-2 is what an interrupted run left: remove it"):
+    with pytest.raises(ValueError, match=r"run-2 is left from an interrupted run: remove it"):
         done(monkeypatch, tmp_path, Pretended())
     (tmp_path / "run-2").rmdir()
     runs = Pretended()

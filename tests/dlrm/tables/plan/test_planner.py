@@ -13,6 +13,8 @@ from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM
+from dlrm_bench.dlrm.tables.plan.choices import Choices
+from dlrm_bench.dlrm.tables.plan.constraints import NO_CONSTRAINTS
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS, _by_columns, _Candidate, _Grid, _Work, make_plan
@@ -71,14 +73,16 @@ def test_only_what_leaves_no_rank_empty_is_tried_and_all_of_it():
             for width in (64, 32, 16)
             for narrow_ranks in range(ranks + 1)
         ]
-        tried = [candidate for candidate in _by_columns(work, (), [64, 32, 16]) if candidate.leaves_no_rank_empty(work)]
+        choices = Choices(model, NO_CONSTRAINTS, [64, 32, 16], ranks)
+        tried = [candidate for candidate in _by_columns(work, (), choices) if candidate.leaves_no_rank_empty(work)]
         assert tried == [candidate for candidate in every if candidate.leaves_no_rank_empty(work)]
         assert bool(tried) == (ranks <= 12)
 
 
 def test_many_more_ranks_than_shards_are_refused_at_once():
     work = _Work(MLPERF_MODEL.tables, Topology.one_node(100_000), 512, 2, DEFAULT_COSTS, UNIFORM)
-    assert next(_by_columns(work, (), [128, 64, 32, 16]), None) is None
+    choices = Choices(MLPERF_MODEL.tables, NO_CONSTRAINTS, [128, 64, 32, 16], 100_000)
+    assert next(_by_columns(work, (), choices), None) is None
 
 
 def test_small_tables_are_replicated_where_there_are_others_to_shard():

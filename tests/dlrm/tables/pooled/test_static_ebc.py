@@ -18,7 +18,8 @@ from dlrm_bench.dlrm.runtime.peer_memory import Barrier, PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.pooled.static_ebc import DistributedIds, StaticEBC, TableUpdates
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC, TableUpdates
 from dlrm_bench.dlrm.tables.pooled.ways import Collectives, EmbeddingBarriers, InPeerMemory, Layout, Way
 
 DIM = 64

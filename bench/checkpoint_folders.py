@@ -1,0 +1,94 @@
+"""Folders of checkpoints, which become complete by a rename, and what one rank does for all."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import torch.distributed as dist
+
+from dlrm_bench.bench.saved_state import PARTIAL, STATE_JSON, RunState, complete_checkpoints
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+
+_Result = TypeVar("_Result")
+
+
+def on_rank_0(ranks: Ranks, work: Callable[[], _Result], group: dist.ProcessGroup | None = None) -> _Result:
+    """Runs `work` on global rank 0; its result is returned on every rank, its OSError or ValueError raised on every
+    rank, as ValueError. Collective over `group`."""
+    answer: list[Any] = [None, None]
+    if ranks.rank == 0:
+        try:
+            answer[0] = work()
+        except (OSError, ValueError) as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0, group=group)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    result: _Result = answer[0]
+    return result
+
+
+def locked(path: Path, flag: str) -> TextIO:
+    """Returns a file that locks a folder for as long as it is open. ValueError where another process has it."""
+    lock = (path / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{flag} {path}: another run saves there: choose another folder") from None
+    return lock
+
+
+def begin_folder(folder: Path, state: RunState) -> None:
+    """Makes the folder that is to become a checkpoint, anew, with the state of its run."""
+    unfinished = unfinished_of(folder)
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    unfinished.mkdir()
+    with (unfinished / STATE_JSON).open("w", encoding="utf-8") as file:
+        json.dump(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def unfinished_of(folder: Path) -> Path:
+    """Returns the name of a checkpoint until all of it is on disk."""
+    return folder.with_name(folder.name + PARTIAL)
+
+
+def complete_folder(folder: Path) -> None:
+    """Gives a checkpoint its name once all of it is on disk, and deletes the previous ones.
+
+    An older one of the same number of samples is renamed first, to a name that is complete as well: there is one at any
+    time.
+    """
+    unfinished = unfinished_of(folder)
+    _sync(unfinished)
+    if folder.exists():
+        os.replace(folder, folder.with_name(f"{folder.name}.replaced"))
+    os.replace(unfinished, folder)
+    _sync(folder.parent)
+    complete = complete_checkpoints(folder.parent)
+    for older in complete[: complete.index(folder)]:
+        leaving = unfinished_of(older)  # half deleted it would look complete
+        os.replace(older, leaving)
+        shutil.rmtree(leaving)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def in_units(size: float) -> str:
+    """Returns a number of bytes in the largest unit in which it is at least 1."""
+    for unit, of in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= of:
+            return f"{size / of:.1f} {unit}"
+    return f"{size:.0f} bytes"

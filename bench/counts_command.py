@@ -1,0 +1,84 @@
+"""dlrm-bench data counts FILE --samples N --preset ...: counts how often the ids of a benchmark's samples name each
+row."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from tyro.conf import Positional
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.data_command import split_preset
+from dlrm_bench.bench.flags import parse_run
+from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.data.steps import step
+from dlrm_bench.dlrm.tables.row_counts import write_counts
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CountsConfig:
+    """Counts how often the ids of the first training samples name each row of each table, for --table-counts.
+
+    Flags from --preset on are those of launch/dlrm.py, and choose model, data and seed. Of random data, whose batches
+    a run draws once and uses again, those of rank 0 are counted, then those of rank 1, and so on.
+    """
+
+    file: Positional[Path]
+    """File to write (.npz); an old one is replaced."""
+    samples: int = 1_000_000
+    """Number of samples to count, to which whole batches of --local-batch-size add up; fewer where the data end."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"--samples is {self.samples}: count at least one")
+
+
+def run_counts(words: Sequence[str]) -> int:
+    """Counts as the words of the command line say; returns the exit status."""
+    start = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--preset"), len(words))
+    wanted = tyro.cli(CountsConfig, args=words[:start], prog="dlrm-bench data counts")
+    preset, others = split_preset(words[start:])
+    # Counting is no run: it needs no length and no target, and the pipeline makes no difference.
+    length = ("--iterations", "1", "--warmup-iterations", "0", "--target-auc", "None")
+    config = parse_run(preset or "smoke", "torchrec", [*length, *others], "", prints=True)
+    samples = count_rows(config, wanted.samples, wanted.file)
+    size = wanted.file.stat().st_size / 1e6
+    print(f"wrote {wanted.file}: {size:.1f} MB, counts of {samples:,} samples; use it with --table-counts")
+    return 0
+
+
+def count_rows(config: RunConfig, samples: int, file: Path) -> int:
+    """Writes the counts of some `samples` samples; returns their exact number. ValueError where the benchmark's batches
+    do not tell the tables' ids."""
+    benchmark, tables = named(config.benchmark), config.model.tables
+    if benchmark.table_ids is None:
+        raise ValueError(
+            f"--preset {config.preset}: {benchmark.title}'s batches do not hold the ids of its tables as counts need "
+            "them; choose a preset of DLRM-DCNv2"
+        )
+    counts = [np.zeros(rows, dtype=np.uint32) for rows in tables.rows]
+    counted, batches = 0, -(-samples // config.local_batch_size)
+    with step(f"count {file}", batches * config.local_batch_size, "M samples") as advance:
+        for batch in islice(_batches(config), batches):
+            for of_table, ids in zip(counts, benchmark.table_ids(config, batch), strict=True):
+                np.add.at(of_table, ids, np.uint32(1))
+            counted += batch.num_valid
+            advance(batch.num_valid)
+    fields = {name: getattr(config.data, name) for name in config.data.sample_fields}
+    write_counts(file, tables, counts, counted, {"preset": config.preset, "seed": config.seed, **fields})
+    return counted
+
+
+def _batches(config: RunConfig) -> Iterator[Any]:
+    """Yields the training's batches, no random one twice."""
+    data = named(config.benchmark).parts().open_data(config)
+    if not config.data.is_random:
+        yield from data.train_batches(0, 1, config.local_batch_size)
+        return
+    pool, _ = config.data.batches_in_memory
+    for rank in count():
+        yield from islice(data.train_batches(rank, rank + 1, config.local_batch_size), pool)

@@ -1,0 +1,41 @@
+"""Memory of this node: how much there is, and how much of it a run can still have."""
+
+from pathlib import Path
+
+_LIMITS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Folder of control groups, and its files with a container's limit and its usage, of their versions 2 and 1."""
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Returns the memory of this node, of the container's limit where that is less."""
+    return min([_meminfo(root)["MemTotal"], *(limit for limit, _ in _containers(root))])
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """Returns the memory that a run can still have: free, or the page cache's; within the container's limit."""
+    return min([_meminfo(root)["MemAvailable"], *(max(0, limit - used) for limit, used in _containers(root))])
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Returns the fields of proc_meminfo(5), in bytes."""
+    lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    return {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
+
+
+def _containers(root: Path) -> list[tuple[int, int]]:
+    """Returns limit and usage, in bytes, of the control group; the page cache that the kernel frees first is not
+    used."""
+    found = []
+    for folder, limit, usage in _LIMITS:
+        group = root / folder
+        try:
+            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cache = int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+            # Version 2 says `max` where there is no limit.
+            found.append((int((group / limit).read_text()), int((group / usage).read_text()) - cache))
+        except (OSError, ValueError):
+            continue
+    return found

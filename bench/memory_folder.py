@@ -1,0 +1,147 @@
+"""The folder of snapshots in a node's memory: what it holds, and for how many snapshots it has room.
+
+A snapshot lies in a slot, a folder whose files stay and are filled again and again. While nothing whole is in a slot it
+is called slot-0 or slot-1, and else as a checkpoint, `samples-0000000512000`: a rename, which no kill can tear, makes
+it one and ends it. So a snapshot is read, checked and resumed like any checkpoint.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrm_bench.bench.checkpoint_folders import in_units
+from dlrm_bench.bench.machine.host_memory import free_memory_bytes, host_memory_bytes
+from dlrm_bench.bench.saved_state import STATE_JSON, RunState, checkpoint_name, complete_checkpoints, read_run_state
+from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON
+
+_MOST = 2
+"""Slots: while one is filled, or written to disk, the other one is whole."""
+_TEXT_BYTES = 64 * 2**20
+"""Room for the index and the state of a run, beside the pieces."""
+_KEPT = 16
+"""One part in so many of the node's memory is left to the training and the page cache."""
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The files of a snapshot of all ranks."""
+
+    index: str
+    """Content of index.json."""
+    sizes: dict[str, int]
+    """Bytes of each file, by name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that a slot takes."""
+        return sum(-(-size // _PAGE) * _PAGE for size in self.sizes.values()) + _TEXT_BYTES
+
+    def is_that_of(self, slot: Path) -> bool:
+        """Whether a slot has these files, with all of their memory."""
+        try:
+            files = [((slot / name).stat(), size) for name, size in self.sizes.items()]
+            whole = all(of.st_size == size and 512 * of.st_blocks >= size for of, size in files)
+            return whole and (slot / INDEX_JSON).read_text(encoding="utf-8") == self.index
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of a run."""
+
+    folders: list[Path]
+    other: Path | None
+    """The snapshot that the run resumes, where its files are not as this run's: no slot, and of use until there is a
+    newer snapshot."""
+    on_disk: bool
+    """Whether the snapshot that the run resumes is a checkpoint too."""
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder where there is none. ValueError where it is another user's, or not in memory."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.geteuid():
+        raise ValueError(f"--snapshot.path {path} belongs to another user: choose another folder")
+    kind = _file_system(path)
+    if kind != "tmpfs":
+        raise ValueError(f"--snapshot.path {path} is on {kind} and not in memory: choose a folder on a tmpfs")
+
+
+def check_left_over(path: Path) -> None:
+    """Raises ValueError where the folder has a snapshot of an earlier run; it says how much memory that takes."""
+    complete = complete_checkpoints(path)
+    if complete:
+        raise ValueError(
+            f"--snapshot.path {path} has a snapshot of an earlier run, {read_run_state(complete[-1])['run_id']}, "
+            f"{complete[-1].name}, which takes {in_units(_held_bytes(path))} of memory: go on from it with --resume "
+            f"auto, or remove it: rm -r {path}"
+        )
+
+
+def prepare_slots(path: Path, layout: Layout, resumed: Path | None, disk: Path | None) -> Slots:
+    """Returns the slots of a run: those of an earlier one that fit, and new ones; the rest of the folder is removed.
+
+    resumed: the snapshot in this folder that the run resumes. disk: where snapshots are written to, so that one slot
+    will do. ValueError where there is no room; it says how much is needed and free.
+    """
+    found = [*reversed(complete_checkpoints(path)), *sorted(path.glob("slot-*"))]
+    folders = [folder for folder in found if layout.is_that_of(folder)][:_MOST]
+    other = resumed if resumed not in folders else None
+    for left_over in (folder for folder in found if folder not in folders and folder != other):
+        shutil.rmtree(left_over)
+    free, spare = shutil.disk_usage(path).free, max(0, free_memory_bytes() - host_memory_bytes() // _KEPT)
+    for _ in range(min(_MOST - len(folders), min(free, spare) // layout.nbytes)):
+        folders.append(_free_name(path))
+        folders[-1].mkdir()
+        (folders[-1] / INDEX_JSON).write_text(layout.index, encoding="utf-8")
+    least = _MOST if disk is None else 1
+    if len(folders) < least:
+        two = ", and two of them are needed where none is written to --checkpoint.path" if folders else ""
+        raise ValueError(
+            f"--snapshot.path {path}: a snapshot takes {in_units(layout.nbytes)}{two}: the tmpfs has {in_units(free)} "
+            f"free, and the node {in_units(spare)} of memory to spare: enlarge the tmpfs (mount -o remount,size=...), "
+            "free memory, or leave --snapshot.every out"
+        )
+    saved = [] if disk is None else [folder.name for folder in complete_checkpoints(disk)]
+    return Slots(folders, other, on_disk=resumed is not None and resumed.name in saved)
+
+
+def open_slot(folder: Path, state: RunState) -> Path:
+    """Makes a slot one of nothing whole, with the state of a run; returns its new name."""
+    if folder.name.startswith("samples-"):
+        folder = folder.rename(_free_name(folder.parent))
+    (folder / STATE_JSON).write_text(json.dumps(state), encoding="utf-8")
+    return folder
+
+
+def close_slot(folder: Path, samples: int, other: Path | None) -> Path:
+    """Makes a slot, once all is in it, a snapshot; returns its new name. other: of no use from then on."""
+    folder = folder.rename(folder.with_name(checkpoint_name(samples)))
+    if other is not None:
+        shutil.rmtree(other)
+    return folder
+
+
+def remove_folder(path: Path) -> None:
+    """Removes the snapshots of a run that has ended."""
+    shutil.rmtree(path)
+
+
+def _free_name(path: Path) -> Path:
+    return next(name for name in (path / f"slot-{i}" for i in range(_MOST + 1)) if not name.exists())
+
+
+def _held_bytes(path: Path) -> int:
+    return sum(512 * file.stat().st_blocks for file in path.rglob("*"))
+
+
+def _file_system(path: Path) -> str:
+    """Returns the type of the file system that a folder is on."""
+    mounts = (line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
+    folder = path.resolve()
+    _, kind = max((len(point), kind) for point, kind in mounts if folder.is_relative_to(point))
+    return kind

@@ -1,0 +1,75 @@
+"""The part of `--print-plan` about tables in two tiers of memory: what each rank has where, and what moves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.runtime.gpu_types import GpuCosts
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.plan.plan import Plan
+from dlrm_bench.dlrm.tables.plan.tier_costs import TierLoad, misses_per_sample, tier_loads
+from dlrm_bench.dlrm.tables.row_counts import read_counts
+from dlrm_bench.dlrm.tables.row_rates import RowRates, random_rates
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
+
+
+def print_tiers(
+    console: Console, config: RunConfig, plan: Plan, topology: Topology, memory: TableMemory, costs: GpuCosts
+) -> None:
+    """Prints the tiers of each rank of a plan, and their predicted costs. ValueError where a rank's share is too small,
+    or the counts are another model's."""
+    tables, samples = config.model.tables, config.local_batch_size * topology.world_size
+    rates, source = _rates(config, memory.counts)
+    loads = tier_loads(plan, tables, config.optimizer.tables, memory, samples, rates)
+    table = Table(
+        title="weights and optimizer state on two tiers; a rank and an iteration",
+        caption=f"us: both ways, at {costs.host_rows_bytes_per_us / 1e3:g} GB/s for both together, which kernels reach "
+        f"with rows of 1 KB on {costs.measured_on}. Misses by {source}, with the rows that are named most often on the "
+        "device from the first iteration on: a placement that learns them while it trains misses more",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("rank", "on the device, GB", "in host memory, GB", "rows missed", "MB each way", "us"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, load in enumerate(loads):
+        table.add_row(
+            str(rank),
+            f"{load.device_bytes / 1e9:.3g}",
+            f"{load.host_bytes / 1e9:.3g}",
+            f"{load.missed_rows:,.0f}",
+            f"{load.moved_bytes / 1e6:.3g}",
+            f"{load.us(costs):.0f}",
+        )
+    console.print(table)
+    console.print(
+        f"a sample misses {misses_per_sample(loads, tables, samples):.3g} rows, counted once a batch, of its "
+        f"{tables.ids_per_sample} ids; the most that a rank moves takes {max(load.us(costs) for load in loads):.0f} "
+        "us, beside the iteration before"
+    )
+    console.print(_host_memory(loads, topology, costs))
+
+
+def _rates(config: RunConfig, counts: Path | None) -> tuple[Sequence[RowRates], str]:
+    """Returns how often a sample names the rows of each table, and where that is from."""
+    tables = config.model.tables
+    if counts is not None:
+        file = read_counts(counts, tables)
+        return [
+            file.rates(table) for table in range(tables.count)
+        ], f"{counts.name}, counts of {file.samples:,} samples"
+    ids = config.data.id_statistics
+    drawn = "first ids and others by a function of them" if ids.expanded else "first ids, the others uniform"
+    source = f"the distribution of random ids (Zipf {ids.skew:g} for {drawn})" if ids.skew else "uniform ids"
+    return [random_rates(rows, hot, ids) for rows, hot in zip(tables.rows, tables.hot, strict=True)], source
+
+
+def _host_memory(loads: Sequence[TierLoad], topology: Topology, costs: GpuCosts) -> str:
+    """Returns a line about the node whose tables take the most host memory."""
+    gpus = topology.gpus_per_node
+    of_nodes = [sum(load.host_bytes for load in loads[i : i + gpus]) for i in range(0, len(loads), gpus)]
+    return f"host memory of a node: {max(of_nodes) / 1e9:.1f} of {gpus * costs.host_memory_bytes / 1e9:.1f} GB"

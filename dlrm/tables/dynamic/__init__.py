@@ -1,0 +1,1 @@
+"""Rows that come into being when their ids are first named."""

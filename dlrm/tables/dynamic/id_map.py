@@ -1,0 +1,169 @@
+"""Places of ids in a memory of fixed size, given out and taken away.
+
+Places are given out from a stack, to the new ids of a batch in ascending order: the same batches give the same places
+in every run. Where ids lose their places, they are those that were last named longest ago, of a window of places that
+moves on with every batch, as many as the batch's new ids lack; never one that the batches in flight name, which are the
+last two. A batch that is placed again changes nothing, so that a run that resumes before it continues to the bit.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
+from dlrm_bench.kernels.embedding.id_map import EMPTY, IdSlots, empty_slots, find_ids, insert_ids
+
+_WINDOW_SHARE, _LEAST_WINDOW = 64, 4096
+"""A window is a 64th of the places, or all of few: what is sorted in each iteration stays small."""
+_CHUNK = 1 << 20  # ids that are loaded at a time
+
+
+class Entries(NamedTuple):
+    """Places 0 .. n - 1 of a map, on its device; what was never given out comes after them."""
+
+    ids: Tensor
+    """int64 [n]; -1 of a place that has lost its id."""
+    last: Tensor
+    """int32 [n]: the batch that last named the id; of a place without one, where it stands among these in the stack."""
+
+
+class IdMap:
+    """A map of one rank's ids. Its methods launch work and never wait for it, but for those under Entries."""
+
+    def __init__(self, places: int, evicts: bool, device: torch.device) -> None:
+        """evicts: whether ids lose their places to new ones; if not, ids that come when all are taken have none."""
+        assert 0 < places <= MOST_PLACES, "checked with the options"
+        self.places, self._evicts, self._device = places, evicts, device
+        slots = empty_slots(places, device)
+        self._slots = len(slots.ids)
+        # One more of each, where goes what is for nobody: shapes are fixed.
+        self._ids = torch.cat([slots.ids, slots.ids[:1]])
+        self._map = IdSlots(self._ids[: self._slots], slots.places)
+        self._slot_of = torch.full((places + 1,), -1, dtype=torch.int32, device=device)
+        self._last = torch.zeros(places + 1, dtype=torch.int32, device=device)
+        self._free = torch.arange(places - 1, -2, -1, dtype=torch.int32, device=device)
+        self._free_count = torch.full((1,), places, dtype=torch.int64, device=device)
+        self._batch = torch.zeros(1, dtype=torch.int32, device=device)
+        self._window = torch.arange(min(places, max(places // _WINDOW_SHARE, _LEAST_WINDOW)), device=device)
+        self.made, self.evicted, self.returned = torch.zeros(3, 1, dtype=torch.int64, device=device)
+        """Ids that were given a place, that lost theirs, and of the first those that had lost one before, int64 [1]
+        each, since the run began. An id that comes back each time counts again."""
+        self._lost = torch.zeros(self._slots + 1 if evicts else 0, dtype=torch.bool, device=device)
+        """Whether an id has lost its place: ids modulo the slots, so that more may count as returned, and none less."""
+
+    def next_batch(self, is_new: Tensor | None) -> None:
+        """Counts a batch, before its ids are placed. is_new: int32 [1] on the device, 0 for one that was counted."""
+        self._batch += 1 if is_new is None else is_new
+
+    def find(self, ids: Tensor, places: Tensor) -> None:
+        """places[n] = the place of ids[n], -1 where it has none. ids: int32 or int64 [N], places: int32."""
+        find_ids(ids, self._map, places)
+
+    def place(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """places[n] = the place of ids[n], which a new id is given; -1 of ids below 0, and where no place is left.
+
+        ids: int32 or int64 [N], equal ones next to each other, places: int32 [N]. Returns the places that are new,
+        int32 [N], each once and -1 elsewhere; and how many distinct ids have none, int64 [1].
+        """
+        find_ids(ids, self._map, places)
+        self._name(places)
+        opens = ids >= 0
+        opens[1:] &= ids[1:] != ids[:-1]
+        new = opens & (places < 0)
+        nth = new.cumsum(0) - 1
+        if self._evicts:
+            self._evict(nth[-1:] + 1)
+        given = new & (nth < self._free_count)
+        fresh = torch.where(given, self._free[(self._free_count - 1 - nth).clamp_(min=0)], -1)
+        insert_ids(ids, fresh, self._map, self._slot_of)
+        count = given.sum()
+        if self._evicts:
+            self.returned += (given & self._lost[ids % self._slots]).sum()
+        self._free_count -= count
+        self.made += count
+        first = torch.where(opens, torch.arange(len(ids), device=self._device), 0).cummax(0).values
+        places.copy_(torch.where(ids >= 0, torch.where(new, fresh, places)[first], -1))
+        self._name(places)
+        return fresh, (new & (fresh < 0)).sum().view(1)
+
+    def _name(self, places: Tensor) -> None:
+        """Notes that this batch names the ids of these places."""
+        self._last.index_copy_(0, self._or_nobody(places), self._batch.expand(len(places)))
+
+    def _or_nobody(self, places: Tensor) -> Tensor:
+        return torch.where(places < 0, self.places, places).long()
+
+    def _evict(self, wanted: Tensor) -> None:
+        """Takes away as many places as are free less than `wanted`, int64 [1], or as many as the window has."""
+        window = (self._batch * len(self._window) + self._window) % self.places
+        last = self._last[window]
+        may = (self._slot_of[window] >= 0) & (last < self._batch - 1)
+        order = torch.where(may, last, torch.iinfo(torch.int32).max).sort(stable=True).indices
+        count = (wanted - self._free_count).clamp_(min=0).minimum(may.sum())
+        nth = torch.arange(len(window), device=self._device)
+        taken = nth < count
+        place = torch.where(taken, window[order], self.places)
+        slot = torch.where(taken, self._slot_of[place].long(), self._slots)
+        self._lost.index_fill_(0, torch.where(taken, self._ids[slot] % self._slots, self._slots), True)
+        self._ids.index_fill_(0, slot, EMPTY)
+        self._slot_of.index_fill_(0, place, -1)
+        self._free.index_copy_(0, torch.where(taken, self._free_count + nth, self.places), place.int())
+        self._free_count += count
+        self.evicted += count
+
+    def memory(self) -> list[Tensor]:
+        """Returns everything that placing ids changes."""
+        return [
+            self._ids, self._map.places, self._slot_of, self._last, self._free, self._free_count, self._batch,
+            self.made, self.evicted, self.returned, self._lost,
+        ]  # fmt: skip
+
+    # Entries: these wait for the device
+
+    def entries(self) -> Entries:
+        """Returns what the map holds."""
+        free = int(self._free_count)
+        bottom = torch.arange(self.places - 1, self.places - 1 - free, -1, device=self._device)
+        never = int((self._free[:free] == bottom).cumprod(0).sum())
+        count = self.places - never
+        slot = self._slot_of[:count].long()
+        ids = torch.where(slot < 0, -1, self._ids[slot.clamp(min=0)])
+        last = self._last[:count].clone()
+        last[self._free[never:free].long()] = torch.arange(free - never, dtype=torch.int32, device=self._device)
+        return Entries(ids, last)
+
+    def load(self, entries: Entries) -> None:
+        """Holds `entries` in place of what it held. ValueError where there are more than places."""
+        count = len(entries.ids)
+        assert count <= self.places, "checked by the caller"
+        self._ids.fill_(EMPTY)
+        self._slot_of.fill_(-1)
+        self._free[:-1] = torch.arange(self.places - 1, -1, -1, device=self._device)
+        self._last[:count] = entries.last
+        lost = entries.ids < 0
+        holes, never = int(lost.sum()), self.places - count
+        self._free[never + entries.last[lost].long()] = lost.nonzero().flatten().int()
+        self._free_count.fill_(never + holes)
+        place = torch.where(lost, -1, torch.arange(count, device=self._device)).int()
+        for first in range(0, count, _CHUNK):
+            some = slice(first, first + _CHUNK)
+            insert_ids(entries.ids[some], place[some], self._map, self._slot_of)
+        full = int((place < 0).sum()) - holes
+        assert full == 0, f"{full} ids found no slot"
+        for counted in (self.made, self.evicted, self.returned, self._lost):
+            counted.zero_()
+
+    def go_on_after(self, batches: int) -> None:
+        """Counts from `batches` on, one of which may have been placed already."""
+        last = torch.where(self._slot_of >= 0, self._last, 0)
+        later = int(last.max()) - (batches + 1)
+        if later > 0:  # of batches of another size
+            self._last -= later
+        self._batch.fill_(batches)
+
+    def describe(self) -> dict[str, int]:
+        """Returns what a record says of it."""
+        counts = {"made": self.made, "evicted": self.evicted, "returned": self.returned}
+        used = self.places - int(self._free_count)
+        return {"places": self.places, "used": used} | {name: int(count) for name, count in counts.items()}

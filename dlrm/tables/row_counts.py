@@ -1,0 +1,111 @@
+"""Files of counts: how often each row of each table was named in a number of samples. `dlrm-bench data counts` makes
+them; rows that were named most are the first to be on the device (--table-counts).
+
+A file is a compressed .npz: `about`, the header as JSON, and for each table, by its number, unsigned
+integers [rows].
+"""
+
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_bench.dlrm.tables.row_rates import RowRates, counted_rates
+from dlrm_bench.dlrm.tables.tables import Tables
+
+Counts = NDArray[np.unsignedinteger[Any]]
+_MAKE = "make one with 'dlrm-bench data counts'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """The counts of one file, which are read table by table."""
+
+    path: Path
+    rows: tuple[int, ...]
+    """Number of rows of each table."""
+    samples: int
+    """Samples whose ids were counted."""
+    data: Mapping[str, Any]
+    """Source of the samples, as written by the command that counted: preset, seed and fields of the data."""
+
+    def of_table(self, table: int) -> Counts:
+        """Returns how often each row of a table was named, unsigned [rows]. ValueError names a damaged file."""
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                counts: Counts = file[str(table)]
+        except (KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{self.path} is damaged at table {table} ({error}): {_MAKE} again") from None
+        if counts.shape != (self.rows[table],) or counts.dtype.kind != "u":
+            raise ValueError(f"{self.path} is damaged: table {table} has counts {counts.dtype} {list(counts.shape)}")
+        return counts
+
+    def rates(self, table: int) -> RowRates:
+        """Returns how often a sample names each of a table's rows."""
+        return counted_rates(self.of_table(table), self.samples)
+
+
+def write_counts(
+    path: Path, tables: Tables, counts: Sequence[NDArray[np.uint32]], samples: int, data: Mapping[str, Any]
+) -> None:
+    """Writes a file of counts, or leaves what was there. counts: of each table, [rows]. data: as in RowCounts."""
+    about = {"names": tables.names, "rows": tables.rows, "samples": samples, "data": dict(data)}
+    arrays = {str(table): _smallest(of_table) for table, of_table in enumerate(counts)}
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, about=np.array(json.dumps(about)), **arrays)
+    os.replace(partial, path)
+
+
+def read_counts(path: Path, tables: Tables) -> RowCounts:
+    """Opens a file of counts of these tables. ValueError names the file that is none, or the first table by which it is
+    another model's."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+        names, rows, samples, data = (about[name] for name in ("names", "rows", "samples", "data"))
+        if not (isinstance(samples, int) and samples > 0 and len(names) == len(rows)):
+            raise ValueError(f"{samples} samples of {len(names)} tables")
+    except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        raise ValueError(f"--table-counts {path} is no file of counts ({error}): {_MAKE}") from None
+    if len(rows) != tables.count:
+        raise ValueError(
+            f"--table-counts {path} is of another model: it has {len(rows)} tables and this one {tables.count}; {_MAKE}"
+        )
+    for name, own, its_name, its_rows in zip(tables.names, tables.rows, names, rows, strict=True):
+        if (name, own) != (its_name, its_rows):
+            raise ValueError(
+                f"--table-counts {path} is of another model: {its_name} of {its_rows} rows is {name} of {own} rows "
+                f"here; {_MAKE} with the same --model flags"
+            )
+    return RowCounts(path=path, rows=tuple(rows), samples=samples, data=data)
+
+
+def most_named(counts: Sequence[Counts], device_rows: int) -> Callable[[int, int], Tensor]:
+    """Returns which rows are the `device_rows` of the largest counts, of rows that are numbered table after table, the
+    first ones of equal counts: resident(start, stop) is bool [stop - start]. counts: of each table, [rows]."""
+    named = np.concatenate(counts)
+    assert 0 < device_rows <= len(named)
+    least = np.partition(named, len(named) - device_rows)[len(named) - device_rows]
+    ends = np.flatnonzero(named == least)[: device_rows - np.count_nonzero(named > least)]
+    last = int(ends[-1])  # of the rows of the least count that are on the device
+
+    def resident(start: int, stop: int) -> Tensor:
+        part = named[start:stop]
+        return torch.from_numpy((part > least) | ((part == least) & (np.arange(start, stop) <= last)))
+
+    return resident
+
+
+def _smallest(counts: NDArray[np.uint32]) -> Counts:
+    """Returns the counts in the narrowest type that holds them."""
+    return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

@@ -1,0 +1,55 @@
+"""Host memory for table rows: pinned where a GPU reads and writes it, in huge pages where the kernel gives them."""
+
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_GB = 10**9
+
+
+def host_available_bytes() -> int:
+    """Returns free memory and that which the kernel frees on demand: the page cache, which reading data files fills."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def host_zeros(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Returns zeros in host memory, fp32 [rows, 2, columns]; beside a GPU it reaches them under their own addresses.
+
+    OSError says how many bytes could not be had or pinned. PyTorch's pinned memory is not used: its allocator rounds up
+    to powers of two, and takes pages of 4 KB.
+    """
+    shape, size = (rows, 2, columns), rows * 2 * columns * 4
+    if device.type != "cuda" or size == 0:
+        return torch.zeros(shape)
+    if size > host_available_bytes():  # the kernel would promise it, and end a process when pages are written
+        raise OSError(f"{size / _GB:.1f} GB of host memory are needed, {host_available_bytes() / _GB:.1f} GB are free")
+    try:
+        memory = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OSError(f"{size / _GB:.1f} GB of host memory cannot be had: {error.strerror}") from error
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    zeros = torch.frombuffer(memory, dtype=torch.float32).view(shape)  # which keeps `memory`
+    zeros.zero_()  # which gets the pages, by all threads; to pin them would get them by one
+    with torch.cuda.device(device):
+        memory.register(zeros.data_ptr(), size)
+    return zeros
+
+
+class _Registered(mmap.mmap):
+    """A mapping that a GPU reaches, until it is unmapped."""
+
+    _address: int | None = None
+
+    def register(self, address: int, size: int) -> None:
+        """Pins the mapping's memory; OSError where that cannot be."""
+        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(status) != 0:
+            raise OSError(f"{size / _GB:.1f} GB of host memory cannot be pinned ({status}); see `ulimit -l`")
+        self._address = address
+
+    def __del__(self) -> None:
+        if self._address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._address)

@@ -1,0 +1,229 @@
+"""Rows of tables in two tiers of memory: reading, writing and exchanging them.
+
+A row is its weights and its optimizer state, one after the other. Rows at places 0 .. P - 1 are on the device, those at
+places from P on in host memory. Both lie in one address space, so one kernel reaches either: the offset from the
+device's memory of a row at place p is p * stride, and in host memory `host_offset` more.
+
+Exchanges go over the link to the host, which a few programs fill. More would hold multiprocessors that others wait for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels._call import function
+from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+
+_TILE_ELEMENTS = 4096  # that a program has in flight
+PROGRAMS = 16
+"""Programs of an exchange: 16 had the throughput of 132 on one H200, 25 to 30 GB/s."""
+
+
+class Tiers(NamedTuple):
+    """The memory of both tiers."""
+
+    device: Tensor
+    """fp32 [P, 2, C], contiguous: weights and state of the rows at places 0 .. P - 1."""
+    host: Tensor
+    """fp32 [H, 2, C], contiguous: of those at places P .. P + H - 1; in pinned memory where `device` is on a GPU."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Weights of the device's rows, [P, C] with a row stride of 2 * C."""
+        return self.device[:, 0]
+
+    @property
+    def state(self) -> Tensor:
+        """State of the device's rows, shaped like `weights`."""
+        return self.device[:, 1]
+
+
+def check_host(weights: Tensor, host: Tensor) -> None:
+    """Asserts that `host`, [H, 2, C], has rows at the stride of `weights`, the first of [P, 2, C], on the device."""
+    assert host.dtype == weights.dtype == torch.float32 and host.is_contiguous(), "rows: fp32, contiguous"
+    assert host.shape[1:] == (2, weights.shape[1]) and host.stride(0) == weights.stride(0), "rows of one stride"
+    assert not weights.is_cuda or len(host) == 0 or host.is_pinned(), "rows in host memory: pinned"
+
+
+def host_offset(weights: Tensor, host: Tensor | None) -> int:
+    """Returns the number of fp32 elements to add to the offset of a row at place P or higher; see above. 0 without
+    rows in host memory."""
+    if host is None or len(host) == 0:
+        return 0
+    assert (host.data_ptr() - weights.data_ptr()) % 4 == 0
+    return (host.data_ptr() - weights.data_ptr()) // 4 - len(weights) * weights.stride(0)
+
+
+def rows_at(device: Tensor, host: Tensor | None, places: Tensor) -> Tensor:
+    """Returns the rows at `places`, for plain functions: [..., C] of integers [...].
+
+    device: [P, C], host: [H, C], both weights or both state; host None where all places are on the device.
+    """
+    if host is None:
+        return device[places]
+    on_device = places < len(device)
+    rows = device[torch.where(on_device, places, 0)]
+    rows[~on_device] = host[places[~on_device] - len(device)]
+    return rows
+
+
+def put_rows(device: Tensor, host: Tensor | None, places: Tensor, rows: Tensor) -> None:
+    """Writes rows [N, C] to `places`, [N], each named once; other arguments as for `rows_at`."""
+    if host is None:
+        device[places] = rows
+        return
+    on_device = places < len(device)
+    device[places[on_device]] = rows[on_device]
+    host[places[~on_device] - len(device)] = rows[~on_device]
+
+
+class CopyRows(NamedTuple):
+    """rows[n] = columns of weights, or state, at places[n]; or the other way round."""
+
+    tiers: Tiers
+    places: Tensor
+    """int32 [N], contiguous, each of 0 .. P + H - 1, which is not checked; to write, each at most once."""
+    which: int
+    """0: weights, 1: state."""
+    column: int
+    """Index of the first of c columns."""
+    rows: Tensor
+    """fp32 [N, c], contiguous, on the device."""
+    writes: bool
+    """Whether rows go to the tiers, not come from them."""
+
+    def launch(self) -> None:
+        """Checks the arguments and copies."""
+        device, host = self.tiers
+        check_host(self.tiers.weights, host)
+        assert self.rows.dim() == 2 and len(self.rows) == len(self.places), "rows: [N, c]"
+        assert self.rows.dtype == torch.float32 and self.column + self.rows.shape[1] <= device.shape[2], "fp32 columns"
+        assert self.rows.is_contiguous() and self.places.is_contiguous(), "contiguous rows and places"
+        assert self.places.dtype == torch.int32 and self.which in (0, 1), "places: int32"
+        if device.is_cuda:
+            self.triton()
+        else:
+            self.plain()
+
+    def plain(self) -> None:
+        """Copies in PyTorch."""
+        columns = slice(self.column, self.column + self.rows.shape[1])
+        device, host = (tier[:, self.which, columns] for tier in self.tiers)
+        if self.writes:
+            put_rows(device, host, self.places.long(), self.rows)
+        else:
+            self.rows.copy_(rows_at(device, host, self.places.long()))
+
+    def triton(self) -> None:
+        """Copies in one kernel."""
+        device, host = self.tiers
+        count, columns = self.rows.shape
+        if count:
+            width = next_power_of_2(columns)
+            tile, first = max(1, _TILE_ELEMENTS // width), self.which * device.shape[2] + self.column
+            of_tiers = (len(device), host_offset(self.tiers.weights, host), device.stride(0))
+            sizes = (*of_tiers, first, count, columns, self.writes, width, tile)
+            _copy_rows_kernel[(cdiv(count, tile),)](device, self.places, self.rows, *sizes)
+
+
+copy_rows = function(CopyRows, CopyRows.launch)
+plain_copy_rows = function(CopyRows, CopyRows.plain)
+triton_copy_rows = function(CopyRows, CopyRows.triton)
+
+
+class ExchangeRows(NamedTuple):
+    """Exchanges weights and state of device[on_device[k]] with those of host[in_host[k]], for all k of bounds[0] ..
+    bounds[1] - 1."""
+
+    tiers: Tiers
+    on_device: Tensor
+    """int32 [W], each k's its own: in 0 .. P - 1."""
+    in_host: Tensor
+    """int32 [W], each k's its own: in 0 .. H - 1."""
+    bounds: Tensor
+    """int32 [2], on the device."""
+    programs: int = PROGRAMS
+
+    def launch(self) -> None:
+        """Checks the arguments and exchanges."""
+        check_host(self.tiers.weights, self.tiers.host)
+        assert self.on_device.shape == self.in_host.shape, "one host place for each of the device"
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in self[1:4]), "int32, contiguous"
+        if len(self.tiers.host) == 0:
+            return
+        if self.tiers.device.is_cuda:
+            self.triton()
+        else:
+            self.plain()
+
+    def plain(self) -> None:
+        """Exchanges in PyTorch."""
+        first, last = self.bounds.tolist()
+        on_device, in_host = self.on_device[first:last].long(), self.in_host[first:last].long()
+        device, host = self.tiers
+        leaving = device[on_device]
+        device[on_device] = host[in_host]
+        host[in_host] = leaving
+
+    def triton(self) -> None:
+        """Exchanges in one kernel."""
+        elements = self.tiers.device[0].numel()
+        tile = max(1, _TILE_ELEMENTS // elements)
+        _exchange_rows_kernel[(self.programs,)](
+            *self.tiers, self.on_device, self.in_host, self.bounds, self.programs, elements, tile
+        )
+
+
+exchange_rows = function(ExchangeRows, ExchangeRows.launch)
+plain_exchange_rows = function(ExchangeRows, ExchangeRows.plain)
+triton_exchange_rows = function(ExchangeRows, ExchangeRows.triton)
+
+
+@jit
+def _copy_rows_kernel(
+    device,
+    places,
+    rows,
+    device_rows,
+    offset,
+    stride,
+    first,
+    count,
+    columns,
+    writes: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    place = tl.load(places + at, at < count, other=0).to(tl.int64)
+    column = tl.arange(0, width)[None, :]
+    inside = (at < count)[:, None] & (column < columns)
+    in_tiers = (place * stride + tl.where(place >= device_rows, offset, 0))[:, None] + first + column
+    in_rows = at[:, None] * columns + column
+    if writes:
+        tl.store(device + in_tiers, tl.load(rows + in_rows, inside), inside)
+    else:
+        tl.store(rows + in_rows, tl.load(device + in_tiers, inside), inside)
+
+
+@jit
+def _exchange_rows_kernel(
+    device, host, on_device, in_host, bounds, programs, elements: tl.constexpr, tile: tl.constexpr
+) -> None:
+    element = tl.arange(0, elements)[None, :]
+    first = tl.load(bounds) + tl.program_id(0) * tile
+    last = tl.load(bounds + 1)
+    while first < last:
+        at = first + tl.arange(0, tile)
+        inside = at < last
+        in_device = tl.load(on_device + at, inside, other=0).to(tl.int64)[:, None] * elements + element
+        beside = tl.load(in_host + at, inside, other=0).to(tl.int64)[:, None] * elements + element
+        incoming = tl.load(host + beside, inside[:, None])
+        leaving = tl.load(device + in_device, inside[:, None])
+        tl.debug_barrier()  # whichever threads load an element and store it
+        tl.store(device + in_device, incoming, inside[:, None])
+        tl.store(host + beside, leaving, inside[:, None])
+        first += programs * tile

@@ -1,0 +1,138 @@
+"""Why something is not in the graph of an iteration: each reason once, for the code that gives it, and for the page of
+all of them (`python -m five_stage.captured_page`)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A sentence with names in braces."""
+
+    text: str
+
+    def __call__(self, **names: object) -> str:
+        """Returns the sentence with the names of this model."""
+        return self.text.format(**names)
+
+
+# Modules, inputs and tables: an error, or with "iteration-or-dense" a graph of the dense part
+
+NOT_TRIMMED = Reason(
+    "{module} is a {kind}, whose input dist reads the device: shard an EmbeddingBagCollection by "
+    "TrimmedEBCSharder(multi_hot_sizes), an EmbeddingCollection by TrimmedECSharder(sequence_lengths)"
+)
+PROCESSED = Reason(
+    "{module} has feature processors, whose weights get gradients within the lookup: process the features in the "
+    "model, as weights of an EmbeddingBagCollection"
+)
+READS_SIZES = Reason(
+    "the input dist of {features} of {module} depends on the ids: declare the sizes of all features to the sharder, "
+    "plan tables table-wise, column-wise or data-parallel, or give those of bags that are split by rows a row_capacity"
+)
+SEVERAL_SIZES = Reason(
+    "batches of {module} are of several sizes (batch_ids): a graph is of one, so declare the largest"
+)
+GIVES_IDS = Reason("{module} gives ids with its vectors (need_indices): give the model what it needs of them")
+VARIABLE_BATCH = Reason("batch sizes differ between the features of {module}: give all of them one size")
+UNDECLARED = Reason(
+    "the KJT of {module} has features of undeclared sizes, {features}: declare them to its sharder, or give them in a "
+    "KJT of their own"
+)
+OTHER_KERNEL = Reason("a table of {module} is looked up by {kind}: plan the compute kernel `fused`")
+HOST_MEMORY = Reason(
+    "a table of {module} lies in host memory, behind a cache that the host manages: plan it on the GPU"
+)
+COUNTS_STEPS = Reason(
+    "the fused update of {module}, {optimizer}, counts its steps on the host: choose SGD, Adagrad or row-wise Adagrad "
+    "without weight decay by counters"
+)
+ROUNDS_AT_RANDOM = Reason(
+    "{module} rounds its weights at random, which no test compares: set stochastic_rounding=False, or fp32"
+)
+RATE_MOVES = Reason(
+    "the tables' learning rate has changed with each of {steps} steps, and FBGEMM reads it on the host: here a graph "
+    "must be captured anew for every rate, so change it in larger steps"
+)
+
+# The model: keeps it out of graphs of the dense part too
+
+NO_GPU = Reason("CUDA graphs need a GPU; the pipeline's device is {device}")
+NO_DDP = Reason("the dense part is wrapped by {kind}, not by DistributedDataParallel")
+COMM_HOOK = Reason("DistributedDataParallel has a communication hook, and a graphed all-reduce would leave it out")
+TRACKED = Reason("a model tracker counts the calls of the model, of which a graph makes none")
+SHARED_PARAMETER = Reason("{parameter} is a parameter of the feature processors of {module} too: give each its own")
+MODULE_HOOKS = Reason("hooks of {module} ({kind}) would run at captures only: remove them")
+IN_BACKWARD = Reason(
+    "{parameter} is updated in the backward (apply_optimizer_in_backward), which no graph does: give it to the "
+    "optimizer"
+)
+GRADIENT_HOOKS = Reason(
+    "{parameter} has gradient hooks, which a graph would not call: change gradients in the optimizer's step"
+)
+READS_DEVICE = Reason("{line} reads the device from the host, which no graph can: {instead}")
+READS_KJT = Reason(
+    "the dense part reads the batch's KJT (.{attribute}), which a CUDA graph cannot: its shape changes with every "
+    "batch; give what is needed of it as a tensor field of the batch"
+)
+
+# Optimizers: their step runs after the graph
+
+DOES_MORE = Reason(
+    "the step of {kind} may do more than launch kernels, which no replay does: it runs after the graph. If it does "
+    "not, say so: `runs_in_graphs = True` in the class"
+)
+NOT_CAPTURABLE = Reason(
+    "it is {kind}'s, which has no option `capturable`; Adam, AdamW, SGD and Adagrad are captured as they are"
+)
+COMPLEX = Reason("{kind} has complex parameters")
+WATCHED = Reason("hooks, or a step that somebody has put in its place, wait for calls of the optimizer's step")
+
+# Iterations that run eagerly, on all ranks, and are counted
+
+FIRST = Reason("the first {count} iterations run eagerly")
+CHANGED = Reason("within {count} batches something had changed: {change}")
+OTHER_FORM = Reason("it, or the next batch, had another form than the first one on some rank")
+AUTOCAST = Reason("autocast was {now}, and {first} for the first batches")
+OVERFLOW = Reason(
+    "more of its ids named rows of one rank than TrimmedEBCSharder's row_capacity has room for, on some rank"
+)
+SCALED = Reason("a gradient scaler leaves the scaling to the optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Reasons with one consequence."""
+
+    title: str
+    then: str
+    reasons: tuple[Reason, ...]
+
+
+SECTIONS = (
+    Section(
+        "Modules, inputs and tables",
+        'An error before training; under `cuda_graph="iteration-or-dense"` a graph of the dense part alone.',
+        (
+            *(NOT_TRIMMED, PROCESSED, READS_SIZES, SEVERAL_SIZES, GIVES_IDS, VARIABLE_BATCH, UNDECLARED),
+            *(OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, ROUNDS_AT_RANDOM, RATE_MOVES),
+        ),
+    ),
+    Section(
+        "The model",
+        "An error; graphs of the dense part do not hold it either.",
+        (
+            *(NO_GPU, NO_DDP, COMM_HOOK, TRACKED, SHARED_PARAMETER, MODULE_HOOKS, IN_BACKWARD, GRADIENT_HOOKS),
+            *(READS_DEVICE, READS_KJT),
+        ),
+    ),
+    Section(
+        "Optimizers of dense weights",
+        "The dense update runs after the graph, which holds all else.",
+        (DOES_MORE, NOT_CAPTURABLE, COMPLEX, WATCHED),
+    ),
+    Section(
+        "Iterations",
+        "They run eagerly, on all ranks together; `describe()` counts all but the first ones.",
+        (FIRST, CHANGED, OTHER_FORM, AUTOCAST, OVERFLOW, SCALED),
+    ),
+)

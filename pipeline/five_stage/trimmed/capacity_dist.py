@@ -1,0 +1,359 @@
+"""The input dist of row-wise and table-row-wise tables with room for a fixed number of ids: nothing reads the device.
+
+How many ids go where depends on the ids. So each rank sends each owner of rows one message of a fixed size: for each
+feature the lengths of its bags, and room for as many ids as nearly all batches have for that owner (capacity.py). What
+is left of the room is spread over the bags as ids of weight zero, of rows spread over the owner's: they add zero to the
+pooled vectors, and nothing to rows under the optimizers of owned_rows.IGNORE_ZEROS. A batch that has more ids is not
+distributed whole: then `overflow` is 1, on all ranks, as each tells every other one in its message.
+
+A message is int32: [lengths of features' bags | rows, -1 where unused | weights, if ids have them | overflow].
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.sharding.twrw_sharding import BaseTwRwEmbeddingSharding
+
+from .batch_size_cache import BatchSizeCache
+from .capacity import OVERFLOWS, capacity
+from .static_dist import AllToAll, RankGroup, Sizes, blocks_of, gather, positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """The features of one sharding type whose tables' rows are split evenly between `parts` consecutive ranks."""
+
+    index: int
+    """Among the EBC's sharding types."""
+    features: list[str]
+    hash_sizes: list[int]
+    """Rows of each feature's table."""
+    first_ranks: list[int]
+    """The rank that has each table's first rows."""
+    parts: int
+    batch_order: list[int]
+    """The ranks in the order in which the lookup has their batches."""
+    offset_type: torch.dtype
+
+    def block(self, feature: int) -> int:
+        """Returns the rows of a part, of which the last one may have fewer."""
+        return -(-self.hash_sizes[feature] // self.parts)
+
+    def part(self, feature: int, rank: int) -> int | None:
+        """Returns which part of a feature's table is on a rank; None where none is."""
+        part = rank - self.first_ranks[feature]
+        return part if 0 <= part < self.parts else None
+
+
+def row_tables(sharding: Any) -> list[Any]:
+    """Returns the tables of TorchRec's sharding by rows, of all ranks or of those of a node each, in their order."""
+    return [table for _, of in _configs(sharding) for table in of.embedding_tables]
+
+
+def _configs(sharding: Any) -> list[tuple[int, Any]]:
+    """Returns the grouped configurations, each with the first of the ranks that have its tables."""
+    if not isinstance(sharding, BaseTwRwEmbeddingSharding):
+        return [(0, of) for of in sharding._grouped_embedding_configs]
+    nodes = enumerate(sharding._grouped_embedding_configs_per_node)
+    return [(node * sharding._local_size, of) for node, of_node in nodes for of in of_node]
+
+
+def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype) -> RowGroup:
+    """Returns the group of TorchRec's sharding by rows."""
+    parts = sharding._local_size if isinstance(sharding, BaseTwRwEmbeddingSharding) else ranks
+    tables = [(first, table) for first, of in _configs(sharding) for table in of.embedding_tables]
+    return RowGroup(
+        index=index,
+        features=[name for _, table in tables for name in table.feature_names],
+        hash_sizes=[table.num_embeddings for _, table in tables for _ in table.feature_names],
+        first_ranks=[first for first, table in tables for _ in table.feature_names],
+        parts=parts,
+        # Of the ranks with one place in their nodes each: those that TorchRec's reduce-scatter within a node sums for.
+        batch_order=[node * parts + local for local in range(parts) for node in range(ranks // parts)],
+        offset_type=offset_type,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Where what lies in the messages to one rank, which are of one form from all ranks."""
+
+    features: list[tuple[int, int]]
+    """Group and feature, in the order of the lookups."""
+    lengths: dict[tuple[int, int], int]
+    """Where each feature's begin."""
+    rows: dict[tuple[int, int], int]
+    weights: int
+    """How far behind a row its weight is."""
+    size: int
+
+    @staticmethod
+    def to(
+        rank: int, groups: Sequence[RowGroup], rooms: Sequence[Sequence[int]], stride: int, weighted: bool
+    ) -> "_Message":
+        """rooms: of each group's features."""
+        own = [
+            (g, f)
+            for g, group in enumerate(groups)
+            for f in range(len(group.features))
+            if group.part(f, rank) is not None
+        ]
+        lengths = dict(zip(own, accumulate((stride for _ in own), initial=0), strict=False))
+        *firsts, end = accumulate((rooms[g][f] for g, f in own), initial=stride * len(own))
+        weights = end - stride * len(own)
+        return _Message(own, lengths, dict(zip(own, firsts, strict=True)), weights, end + weights * weighted + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Of one group and batch size: what a rank needs to write its messages. By part and feature, [regions]."""
+
+    kept_index: Tensor | None
+    lengths: Tensor
+    """Of the bags, [features * stride]."""
+    blocks: Tensor
+    rooms: Tensor
+    rows_at: Tensor
+    """Where a region begins in the messages."""
+    weights_at: Tensor
+    """How far behind its rows its weights are."""
+    lengths_at: Tensor
+    """Where the lengths of its bags go, [regions * stride]."""
+    places: Tensor
+    """0 .. ids - 1."""
+    shares: Tensor
+    """0 .. stride."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Of one group and batch size: what this rank looks up."""
+
+    index: int
+    keys: list[str]
+    stride: int
+    length_per_key: list[int]
+    offset_per_key: list[int]
+    filler: Tensor
+    """The rows that unused places name, int32 [ids]."""
+    offset_type: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    empty: Tensor
+    """Messages without ids, by rank; and a place for what finds none."""
+    overflow_at: Tensor
+    """[ranks]"""
+    send_splits: list[int]
+    receive_splits: list[int]
+    sources: list[_Source]
+    own: list[_Own]
+    receive_index: Tensor
+    """Of each group the lengths, then rows, then weights if there are any; then the overflows of all ranks."""
+    received: list[int]
+    """The sizes of these parts."""
+
+
+class CapacityDist:
+    """The input dist of groups of tables split by rows, all of whose features have declared sizes."""
+
+    def __init__(
+        self, groups: Sequence[RowGroup], keys: Sequence[str], sizes: Sizes, rank_group: RankGroup, headroom: float
+    ) -> None:
+        """keys: of the input, in its order, all declared. headroom: as many times the ids go to one owner as of ids
+        drawn uniformly; for that share of independent ids an overflow is as rare as OVERFLOWS says."""
+        self.groups = list(groups)
+        self._keys, self._sizes, self._rank_group, self._headroom = list(keys), sizes, rank_group, headroom
+        self._layouts = BatchSizeCache[_Layout]()
+
+    def rooms(self, stride: int) -> list[list[int]]:
+        """Returns how many ids of each group's features a rank may send to each owner."""
+        pairs = self._rank_group.world_size * sum(len(group.features) * group.parts for group in self.groups)
+        return [
+            [
+                capacity(
+                    self._sizes.ids(name, stride),
+                    min(1.0, self._headroom * group.block(f) / group.hash_sizes[f]),
+                    OVERFLOWS / max(pairs, 1),
+                )
+                for f, name in enumerate(group.features)
+            ]
+            for group in self.groups
+        ]
+
+    def start(self, features: KeyedJaggedTensor) -> "CapacityInFlight":
+        """Distributes one batch, whose lengths are trusted."""
+        weighted, dtype = features.weights_or_none() is not None, features.values().dtype
+        make = partial(self._lay_out, features.stride(), weighted, dtype)
+        size = (features.stride(), weighted, dtype)
+        layout = self._layouts.get(size, self._rank_group.device, make, None)
+        return CapacityInFlight(self, layout, features)
+
+    def messages(self, layout: _Layout, features: KeyedJaggedTensor) -> Tensor:
+        """Returns those of a batch to all ranks, int32."""
+        wire, overflows = layout.empty.clone(), []
+        for group, source in zip(self.groups, layout.sources, strict=True):
+            weights = features.weights_or_none()
+            lengths, rows, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
+                source.lengths,
+                gather(features.values(), source.kept_index),
+                False,
+                False,
+                source.blocks,
+                group.parts,
+                weights=None if weights is None else gather(weights.float(), source.kept_index),
+            )
+            stride = len(source.shares) - 1
+            ends = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.to(torch.int64))
+            starts = ends[::stride]
+            unused = source.rooms - starts.diff()
+            overflows.append((unused < 0).any())
+            before = unused.clamp(min=0).unsqueeze(1) * source.shares // stride  # unused places before each bag
+            wire[source.lengths_at] = (lengths + before.diff(dim=1).view(-1)).to(torch.int32)
+            bag = torch.searchsorted(ends, source.places, right=True) - 1
+            region = bag // stride
+            within = source.places - starts[region]
+            at = source.rows_at[region] + within + before.view(-1)[bag + region]
+            fits, nowhere = within < source.rooms[region], len(wire) - 1
+            wire.scatter_(0, torch.where(fits, at, nowhere), rows.to(torch.int32))
+            if weights is not None:
+                at = at + source.weights_at[region]
+                wire.scatter_(0, torch.where(fits, at, nowhere), weights.view(torch.int32))
+        wire[layout.overflow_at] = torch.stack(overflows).any().to(torch.int32)
+        return wire[:-1]
+
+    def exchange(self, messages: Tensor, layout: _Layout) -> AllToAll:
+        """Starts the all-to-all."""
+        return AllToAll.start(messages, layout.send_splits, layout.receive_splits, self._rank_group)
+
+    def _lay_out(self, stride: int, weighted: bool, dtype: torch.dtype) -> _Layout:
+        rank_group, rooms = self._rank_group, self.rooms(stride)
+        ranks, device = range(rank_group.world_size), rank_group.device
+        to = [_Message.to(rank, self.groups, rooms, stride, weighted) for rank in ranks]
+        starts = list(accumulate((message.size for message in to), initial=0))
+        empty = torch.zeros(starts[-1] + 1, dtype=torch.int32)
+        for start, message in zip(starts, to, strict=False):
+            first = start + stride * len(message.features)
+            empty[first : first + message.weights] = -1
+        mine = to[rank_group.rank]
+        own, index = [], list[Tensor]()
+        for g in range(len(self.groups)):
+            of_group, at = self._own(g, mine, rooms[g], stride, weighted)
+            own.append(of_group)
+            index += at
+        index.append(torch.tensor([rank * mine.size + mine.size - 1 for rank in ranks]))
+        return _Layout(
+            empty=empty.to(device),
+            overflow_at=torch.tensor([start - 1 for start in starts[1:]], device=device),
+            send_splits=[message.size for message in to],
+            receive_splits=[mine.size for _ in ranks],
+            sources=[self._source(g, to, starts, rooms[g], stride, dtype) for g in range(len(self.groups))],
+            own=own,
+            receive_index=torch.cat(index).to(device),
+            received=[len(part) for part in index],
+        )
+
+    def _source(
+        self, g: int, to: Sequence[_Message], starts: Sequence[int], rooms: Sequence[int], stride: int, dtype: Any
+    ) -> _Source:
+        group, device = self.groups[g], self._rank_group.device
+        ids = partial(self._sizes.ids, stride=stride)
+        regions = [(group.first_ranks[f] + part, f) for part in range(group.parts) for f in range(len(group.features))]
+        lengths_at = torch.tensor([starts[rank] + to[rank].lengths[g, f] for rank, f in regions])
+        per_bag = torch.tensor([self._sizes.per_bag[name] for name in group.features])
+        return _Source(
+            kept_index=positions(*blocks_of(group.features, self._keys, ids), device),
+            lengths=per_bag.repeat_interleave(stride).to(device),
+            blocks=torch.tensor([group.block(f) for f in range(len(group.features))], dtype=dtype, device=device),
+            rooms=torch.tensor([rooms[f] for _, f in regions], device=device),
+            rows_at=torch.tensor([starts[rank] + to[rank].rows[g, f] for rank, f in regions], device=device),
+            weights_at=torch.tensor([to[rank].weights for rank, _ in regions], device=device),
+            lengths_at=(lengths_at.unsqueeze(1) + torch.arange(stride)).view(-1).to(device),
+            places=torch.arange(int(per_bag.sum()) * stride, device=device),
+            shares=torch.arange(stride + 1, device=device),
+        )
+
+    def _own(
+        self, g: int, mine: _Message, rooms: Sequence[int], stride: int, weighted: bool
+    ) -> tuple[_Own, list[Tensor]]:
+        """Returns also where the group's lengths, rows and weights lie in what this rank receives."""
+        group, rank_group = self.groups[g], self._rank_group
+        from_ranks = torch.tensor(group.batch_order).unsqueeze(1) * mine.size
+        features = [f for of, f in mine.features if of == g]
+        lengths = [from_ranks + mine.lengths[g, f] + torch.arange(stride) for f in features]
+        rows = [from_ranks + mine.rows[g, f] + torch.arange(rooms[f]) for f in features]
+        filler, length_per_key = (
+            [torch.zeros(0, dtype=torch.int64)],
+            [len(group.batch_order) * rooms[f] for f in features],
+        )
+        for f, count in zip(features, length_per_key, strict=True):
+            part = group.part(f, rank_group.rank)
+            assert part is not None, "one of this rank's"
+            filler.append(torch.arange(count) % min(group.block(f), group.hash_sizes[f] - part * group.block(f)))
+        own = _Own(
+            index=group.index,
+            keys=[group.features[f] for f in features],
+            stride=len(group.batch_order) * stride,
+            length_per_key=length_per_key,
+            offset_per_key=list(accumulate(length_per_key, initial=0)),
+            filler=torch.cat(filler).to(rank_group.device, torch.int32),
+            offset_type=group.offset_type,
+        )
+        weights = [at + mine.weights for at in rows] if weighted else []
+        return own, [_flat(of) for of in ((lengths, rows, weights) if weighted else (lengths, rows))]
+
+
+class CapacityInFlight:
+    """The input dist of one batch; see static_dist.InFlight."""
+
+    overflow: Tensor
+    """After `finish`: 1 where some rank had no room for all of its ids, else 0; int32, the same on all ranks."""
+
+    def __init__(self, dist: CapacityDist, layout: _Layout, features: KeyedJaggedTensor) -> None:
+        self._dist, self._layout = dist, layout
+        self._features: KeyedJaggedTensor | None = features
+        self._ids, self._weighted = features.values().dtype, features.weights_or_none() is not None
+        self._result: dict[int, KeyedJaggedTensor] = {}
+
+    def launch(self) -> None:
+        """Starts the all-to-all of messages."""
+        if self._features is not None:
+            self._all_to_all = self._dist.exchange(self._dist.messages(self._layout, self._features), self._layout)
+            self._features = None
+
+    def finish(self) -> dict[int, KeyedJaggedTensor]:
+        """Makes the current stream wait for it; the KJT of each group, by the group's index."""
+        self.launch()
+        if not self._result:
+            received = self._all_to_all.wait().index_select(0, self._layout.receive_index)
+            *parts, overflows = received.split(self._layout.received)
+            each = iter(parts)
+            for own in self._layout.own:
+                self._result[own.index] = self._kjt(own, next(each), next(each), next(each) if self._weighted else None)
+            self.overflow = overflows.max()
+        return self._result
+
+    def _kjt(self, own: _Own, lengths: Tensor, rows: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
+        """Complete: neither its lookup nor `sync` has to read the device."""
+        used = rows >= 0
+        return KeyedJaggedTensor(
+            keys=own.keys,
+            values=torch.where(used, rows, own.filler).to(self._ids),
+            weights=used.to(torch.float32) if weights is None else weights.view(torch.float32),
+            lengths=lengths,
+            offsets=torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.to(own.offset_type)),
+            stride=own.stride,
+            length_per_key=own.length_per_key,
+            offset_per_key=own.offset_per_key,
+        )
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(of.reshape(-1) for of in tensors)])

@@ -1,0 +1,114 @@
+"""Runs whose ranks are killed and started again: training goes on from memory, with the losses of one left alone."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench import restarts, snapshots
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
+from dlrm_bench.bench.restarts import check_restarts, restarted
+from dlrm_bench.bench.run_files import LOG_NAME
+from tests.bench.test_snapshots import in_memory
+from tests.launched import end, forked_launch, ranks_naming, torchrun, wait_until
+
+FLAGS = ["--preset=smoke", "--data.source=random", "--target-auc=None", "--local-batch-size=32"]
+
+
+def flags(folder: Path, run_id: str, iterations: int) -> list[str]:
+    place = [f"--results-dir={folder}", f"--run-id={run_id}", "--warmup-iterations=5", "--loss-interval=5"]
+    return [*FLAGS, *place, f"--iterations={iterations}"]
+
+
+def snapshot_flags(memory: Path, every: int) -> list[str]:
+    return [f"--snapshot.path={memory}", f"--snapshot.every={every}", "--resume=auto"]
+
+
+def losses(folder: Path) -> np.ndarray:
+    """Those of a whole training, of which a run did the last part."""
+    record: Record = read_record(folder)
+    with np.load(folder / ITERATIONS_NPZ) as arrays:
+        before = arrays["loss_before"] if "loss_before" in arrays else np.zeros(0, np.float32)
+    return np.concatenate([before, record.losses])
+
+
+class AllKilled:
+    """Ends every rank, without a word, once it has taken a number of snapshots."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self) -> None:
+        take = snapshots.Snapshots.take
+
+        def take_and_die(this: snapshots.Snapshots, *given: Any) -> Any:
+            taken = take(this, *given)
+            self.number -= 1
+            if self.number == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return taken
+
+        snapshots.Snapshots.take = take_and_die  # type: ignore[method-assign]
+
+
+def test_all_ranks_killed_and_the_same_command_again(tmp_path, memory):
+    assert forked_launch(2, tmp_path, flags(tmp_path, "whole", 12)).statuses == [0, 0]
+    takes = snapshot_flags(memory, 3)
+    killed = forked_launch(2, tmp_path, [*flags(tmp_path, "killed", 12), *takes], before=AllKilled(2))
+    assert killed.statuses == [-9, -9], killed
+    assert "--resume auto: there is no snapshot or checkpoint yet: training begins" in killed.outputs[0]
+    ended = forked_launch(2, tmp_path, [*flags(tmp_path, "again", 12), *takes])
+    assert ended.statuses == [0, 0], ended
+    found = f"--resume auto: goes on from the snapshot in memory {memory}/samples-"
+    assert found in ended.outputs[0]
+    assert found not in ended.outputs[1]
+    assert f"# {found}" in (tmp_path / "again" / LOG_NAME).read_text()
+    assert np.array_equal(losses(tmp_path / "again"), losses(tmp_path / "whole"))
+    assert len(read_record(tmp_path / "again").losses) == 6
+    assert not memory.exists()
+
+
+def test_torchrun_restarts_the_ranks_after_one_was_killed(tmp_path, memory):
+    """Its store has the addresses of the ended ranks, which would be waited for."""
+    iterations = 250
+    assert forked_launch(2, tmp_path, flags(tmp_path, "whole", iterations)).statuses == [0, 0]
+    process = torchrun(
+        tmp_path / "output.txt",
+        [*flags(tmp_path, "x", iterations), *snapshot_flags(memory, 10)],
+        ("--standalone", "--nproc_per_node=2", "--max-restarts=1"),
+    )
+    try:
+        wait_until(lambda: len(list(memory.glob("samples-*"))) == 2, "two snapshots are taken")
+        (rank,) = [pid for pid in ranks_naming(str(memory)) if "RANK=1" in environment(pid)]
+        os.kill(rank, signal.SIGKILL)
+        assert process.wait(120) == 0, (tmp_path / "output.txt").read_text()
+    finally:
+        end([process], str(memory))
+    output = (tmp_path / "output.txt").read_text()
+    assert f"--resume auto: goes on from the snapshot in memory {memory}/samples-" in output
+    assert "resumed from x, after iteration" in output
+    assert np.array_equal(losses(tmp_path / "x-restart-1"), losses(tmp_path / "whole"))
+    assert not memory.exists()
+
+
+def environment(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
+def test_restarts_without_resume_are_refused_before_the_training(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    check_restarts(preset("smoke"))
+    check_restarts(in_memory(tmp_path, None))
+    with pytest.raises(ValueError, match=r"--max-restarts 3: .* with --resume auto: add it"):
+        check_restarts(in_memory(tmp_path, None, resume=None))
+
+
+def test_a_restarted_run_has_a_folder_of_its_own(monkeypatch):
+    assert restarted("x") == "x"
+    monkeypatch.setattr(restarts, "RESTARTS", "2")
+    assert restarted("x") == "x-restart-2"
+    assert restarted(None) is None

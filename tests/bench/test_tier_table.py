@@ -1,0 +1,69 @@
+"""The tiers of --print-plan: what each rank has in each, and what is predicted to move."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_bench.bench.plan_table import costs_at, print_plan
+from dlrm_bench.bench.presets import preset
+from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.row_counts import write_counts
+from tests.pipelines import changed
+
+
+def tiers_of(text: str) -> list[tuple[float, ...]]:
+    """GB on the device and in host memory, rows missed, MB each way and us of each rank."""
+    found = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d,]+) +([\d.]+) +(\d+) *$", text, re.MULTILINE)
+    return [tuple(float(value.replace(",", "")) for value in row) for row in found]
+
+
+def test_tiers_are_shown_with_their_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    config = changed(preset("launch-bound"), "static", presort_ids=True, table_memory="0.5", precision="bf16")
+    print_plan(config, Topology.one_node(2))
+    text = capsys.readouterr().out
+    ranks = tiers_of(text)
+    assert len(ranks) == 2
+    for device, host, missed, megabytes, us in ranks:
+        assert device == pytest.approx(host, rel=0.01)
+        assert megabytes == pytest.approx(missed * 512 / 1e6, rel=0.01)  # 64 columns and their state
+        assert us == pytest.approx(2 * megabytes / 28e-3, rel=0.01)
+    words = " ".join(text.split())
+    (misses,) = re.findall(r"a sample misses ([\d.]+) rows", words)
+    assert float(misses) == pytest.approx(ranks[0][2] / 1024, rel=0.01)
+    assert "by the distribution of random ids (Zipf 1.05 for first ids and others by a function of them)" in words
+    assert "host memory of a node: 104.5 of 274.9 GB" in words
+
+
+def test_tiers_by_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rows are named as often, and half of them are in host memory."""
+    model = replace(preset("smoke").model, num_embeddings=(1000,) * 26)
+    options: dict[str, Any] = {"presort_ids": True, "table_memory": "0.5", "table_counts": tmp_path / "counts.npz"}
+    config = changed(preset("smoke"), "static", **options, model=model, local_batch_size=4)
+    with pytest.raises(FileNotFoundError):
+        print_plan(config, Topology.one_node(1))
+    write_counts(tmp_path / "counts.npz", model.tables, [np.full(1000, 100, dtype=np.uint32)] * 26, 20_000, {})
+    print_plan(config, Topology.one_node(1))
+    text = capsys.readouterr().out
+    ((_, _, missed, *_),) = tiers_of(text)
+    assert missed == pytest.approx(13_000 * -np.expm1(-4 * 100 / 20_000), abs=1)
+    assert "Misses by counts.npz, counts of 20,000 samples" in " ".join(text.split())
+    with pytest.raises(ValueError, match="is of another model: cat_0 of 1000 rows is cat_0 of 1001 rows here"):
+        print_plan(changed(config, model=replace(model, num_embeddings=(1001, *(1000,) * 25))), Topology.one_node(1))
+
+
+def test_nodes_too_small_for_both_tiers_are_refused() -> None:
+    config = changed(preset("launch-bound"), "static", presort_ids=True, table_memory="0.8")
+    with pytest.raises(ValueError, match=r"share 0\.8\): tables and optimizer state take 209\.1 GB"):
+        print_plan(config, Topology.one_node(1))
+    ample = costs_at(None, 2000, Topology.one_node(1))
+    assert ample.host_memory_bytes == 2 * 10**12
+    with pytest.raises(ValueError, match=r"133\.9 GB of device memory for them and 1900\.0 GB of host memory"):
+        print_plan(config, Topology.one_node(1), ample)
+    with pytest.raises(ValueError, match="--host-memory-gb 0: give GB of a node, above 0"):
+        costs_at(None, 0, Topology.one_node(1))
+    with pytest.raises(ValueError, match="--table-counts c is for --table-memory: add that, or leave it out"):
+        changed(preset("smoke"), "static", table_counts=Path("c"))

@@ -1,0 +1,149 @@
+"""Places and moves of rows against a model of dictionaries, and how few rows are missing after a while."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dlrm_bench.dlrm.tables.tiers.placement import HEAD_START, Placement, PlacementSizes
+
+CPU = torch.device("cpu")
+
+
+def first_rows(device_rows: int) -> Callable[[int, int], Tensor]:
+    return lambda start, stop: torch.arange(start, stop) < device_rows
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[PlacementSizes, list[list[int]]]:
+    """Returns sizes, and batches of rows."""
+    rows = draw(st.integers(2, 30))
+    device_rows = draw(st.integers(2, rows))
+    guests = draw(st.integers(1, device_rows - 1))
+    sizes = PlacementSizes(
+        rows=rows,
+        device_rows=device_rows,
+        guests=guests,
+        window=draw(st.integers(1, guests)),
+        halving=draw(st.integers(1, 6)),
+    )
+    batch = st.lists(st.integers(-1, rows - 1), min_size=9, max_size=9)
+    return sizes, draw(st.lists(batch, min_size=1, max_size=12))
+
+
+class Model:
+    """Rows by place, and what each batch may do to them, in dictionaries."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.sizes, self.before = placement.sizes, set[int]()
+        self.row_at = {place: row for row, place in enumerate(placement.place[:-1].tolist())}
+
+    def exchange(self, pairs: list[tuple[int, int]], may_come: set[int], may_leave: set[int]) -> None:
+        for on_device, in_host in pairs:
+            place = self.sizes.device_rows + in_host
+            assert self.row_at[place] in may_come
+            assert self.row_at[on_device] in may_leave
+            self.row_at[place], self.row_at[on_device] = self.row_at[on_device], self.row_at[place]
+
+    def missing(self, batch: set[int]) -> set[int]:
+        return {row for place, row in self.row_at.items() if place >= self.sizes.device_rows and row in batch}
+
+
+@settings(max_examples=150)
+@given(runs())
+def test_rows_move_as_the_model_allows(run: tuple[PlacementSizes, list[list[int]]]) -> None:
+    sizes, batches = run
+    placement = Placement(sizes, CPU, first_rows(sizes.device_rows))
+    model = Model(placement)
+    assert sorted(model.row_at) == list(range(sizes.rows)), "each place has a row"
+    every, counted = set(range(sizes.rows)), [0, 0, 0, 0]
+    for batch in batches:
+        named, missing = {row for row in batch if row >= 0}, model.missing({row for row in batch if row >= 0})
+        moves = placement.plan(torch.tensor(batch, dtype=torch.int32).sort().values)
+        pairs = list(zip(moves.device.tolist(), moves.host.tolist(), strict=True))
+        (late_first, late_end), (early_first, early_end) = moves.late.tolist(), moves.early.tolist()
+        assert late_first == 0
+        assert late_end == early_first <= early_end <= sizes.window
+        idle = every - named - model.before
+        late = missing & model.before
+        assert late_end == min(len(late), early_end), "late rows come first"
+        # While the batch before trains, none of its rows moves; when it has, those that it names too may come.
+        model.exchange(pairs[early_first:early_end], missing - model.before, idle)
+        model.exchange(pairs[late_first:late_end], late, idle)
+        place = {row: place for place, row in model.row_at.items()}
+        assert placement.place[:-1].tolist() == [place[row] for row in range(sizes.rows)]
+        occupants = [model.row_at[device] for device in range(sizes.device_rows)]
+        assert placement._occupant[:-1].tolist() == occupants
+        assert sorted(placement._ring.tolist()) == placement._guest.nonzero().view(-1).tolist()
+        if sizes.window < sizes.guests or missing:
+            assert early_end <= len(missing)
+        counted = [a + b for a, b in zip(counted, (1, len(missing), early_end, len(missing) - early_end), strict=True)]
+        out = torch.empty(len(batch), dtype=torch.int32)
+        placement.places(torch.tensor(batch, dtype=torch.int32), out)
+        assert out.tolist() == [place[row] if row >= 0 else -1 for row in batch]
+        model.before = named
+    assert placement.counters.tolist() == counted
+
+
+def test_missing_rows_come_as_long_as_others_may_leave() -> None:
+    sizes = PlacementSizes(rows=20, device_rows=10, guests=6, window=4)
+    placement = Placement(sizes, CPU, first_rows(10))
+    moved = [int(placement.plan(torch.tensor(batch, dtype=torch.int32)).early[1]) for batch in ([10, 11], [12, 13, 14])]
+    assert moved == [2, 3]
+    assert int(placement.plan(torch.tensor([15, 16, 17, 18, 19], dtype=torch.int32)).early[1]) <= 4
+
+
+def test_a_row_that_every_batch_names_comes_to_the_device_and_stays_there() -> None:
+    sizes = PlacementSizes(rows=400, device_rows=40, guests=8, window=4)
+    placement = Placement(sizes, CPU, first_rows(40))
+    generator = torch.Generator().manual_seed(0)
+    for batch in range(200):
+        rows = torch.cat([torch.tensor([390, 395]), torch.randint(400, (3,), generator=generator)])
+        placement.plan(rows.int().sort().values)
+        if batch > 2:
+            assert (placement.place[torch.tensor([390, 395])] < 40).all()
+    assert not placement._guest[placement.place[torch.tensor([390, 395])].long()].any(), "among the residents"
+
+
+class Zipf:
+    """Zipf's ids, numbered at random, and a placement of which the misses of many batches are counted."""
+
+    rows, ids = 20_000, 2_000
+
+    def __init__(self, share: float, knows: bool) -> None:
+        """knows: the most frequent rows are on the device at first, with a head start."""
+        self._generator = torch.Generator().manual_seed(0)
+        self._probability = 1 / torch.arange(1, self.rows + 1, dtype=torch.float64) ** 1.05
+        self._number = torch.randperm(self.rows, generator=self._generator)
+        device_rows = int(share * self.rows)
+        self._best = torch.zeros(self.rows, dtype=torch.bool)
+        self._best[self._number[:device_rows]] = True
+        sizes = PlacementSizes(rows=self.rows, device_rows=device_rows, guests=400, window=200, halving=1024)
+        first = (lambda start, stop: self._best[start:stop]) if knows else first_rows(device_rows)
+        self._placement = Placement(sizes, CPU, first, HEAD_START if knows else 0)
+
+    def misses(self, batches: int) -> float:
+        """Returns the missing rows of so many batches over those of the best fixed placement."""
+        self._placement.forget()
+        least = 0
+        for _ in range(batches):
+            drawn = torch.multinomial(self._probability, self.ids, replacement=True, generator=self._generator)
+            named = self._number[drawn].sort().values
+            least += int((~self._best[named.unique()]).sum())
+            self._placement.plan(named.int())
+        return int(self._placement.counters[1]) / least
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_misses_come_near_those_of_the_best_fixed_placement(share: float) -> None:
+    """Placement by counts alone has to find the frequent rows."""
+    found = Zipf(share, knows=False)
+    found.misses(500)
+    assert found.misses(100) < 1.2
+
+
+def test_a_known_placement_is_kept_while_counts_are_small() -> None:
+    assert Zipf(0.5, knows=True).misses(100) < 1.1

@@ -1,0 +1,108 @@
+"""The map from ids to places: kernels against their plain twins, and both against a dict."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dlrm_bench.kernels.embedding.id_map import (
+    EMPTY,
+    WINDOW,
+    IdSlots,
+    empty_slots,
+    find_ids,
+    insert_ids,
+    plain_find_ids,
+    plain_insert_ids,
+    triton_find_ids,
+    triton_insert_ids,
+)
+from tests.kernels.devices import DEVICE, needs_triton
+
+KERNELS = [(plain_find_ids, plain_insert_ids), (triton_find_ids, triton_insert_ids)]
+
+
+def found(ids: Tensor, slots: IdSlots, find: Callable[..., None] = find_ids) -> Tensor:
+    places = torch.full((len(ids),), 77, dtype=torch.int32, device=DEVICE)
+    find(ids, slots, places)
+    return places
+
+
+@needs_triton
+@pytest.mark.parametrize(("find", "insert"), KERNELS)
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_finds_what_was_inserted_and_nothing_else(
+    find: Callable[..., None], insert: Callable[..., None], count: int
+) -> None:
+    ids = torch.randperm(1000, device=DEVICE)[: 2 * count] + (1 << 40)
+    places = torch.arange(2 * count, dtype=torch.int32, device=DEVICE)
+    given_, slot_of = torch.where(places % 2 == 0, places, -1), torch.full((2 * count,), -1, dtype=torch.int32)
+    slots, slot_of = empty_slots(300, DEVICE), slot_of.to(DEVICE)
+    insert(ids, given_.clone(), slots, slot_of)
+    assert torch.equal(found(ids, slots, find), given_)
+    assert torch.equal(found(torch.cat([ids, ids - 2000]), slots, find)[len(ids) :], torch.full_like(given_, -1))
+    assert torch.equal(slots.ids[slot_of[::2].long()], ids[::2])
+    assert (slot_of[1::2] == -1).all()
+    assert int((slots.ids != EMPTY).sum()) == count
+
+
+@needs_triton
+@pytest.mark.parametrize(("find", "insert"), KERNELS)
+def test_full_windows_say_so(find: Callable[..., None], insert: Callable[..., None]) -> None:
+    """Of one window's slots, all of the map."""
+    slots = empty_slots(1, DEVICE)
+    assert len(slots.ids) == WINDOW
+    count = WINDOW + 5
+    ids, places = (torch.arange(count, device=DEVICE).to(kind) for kind in (torch.int64, torch.int32))
+    slot_of = torch.full((count,), -1, dtype=torch.int32, device=DEVICE)
+    insert(ids, places, slots, slot_of)
+    assert int((places == -1).sum()) == int((slot_of == -1).sum()) == 5
+    assert torch.equal(found(ids, slots, find), places)
+    assert int((found(ids - count, slots, find) >= 0).sum()) == 0
+
+
+STEPS = st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 400), max_size=60)), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS)
+def test_is_a_dict(steps: list[tuple[bool, set[int]]]) -> None:
+    """Of ids that are inserted and taken out in turn; 401 ids in slots for 401."""
+    act_as_a_dict(steps, 400, find_ids, insert_ids)
+
+
+@needs_triton
+def test_triton_is_a_dict() -> None:
+    steps = [(True, {1, 2, 9}), (False, {2, 3}), (True, {2, 4}), (False, {1, 9}), (True, {9})]
+    act_as_a_dict(steps, 10, triton_find_ids, triton_insert_ids)
+
+
+def act_as_a_dict(
+    steps: list[tuple[bool, set[int]]], most: int, find: Callable[..., None], insert: Callable[..., None]
+) -> None:
+    slots, known, free = empty_slots(most + 1, DEVICE), dict[int, int](), list(range(most + 1))
+    slot_of = torch.full((most + 1,), -1, dtype=torch.int32, device=DEVICE)
+    for adds, chosen in steps:
+        changed = [i for i in sorted(chosen) if (i in known) != adds]
+        if adds:
+            known |= {i: free.pop() for i in changed}
+            ids = torch.tensor(changed, dtype=torch.int32, device=DEVICE)
+            insert(ids, torch.tensor([known[i] for i in changed], dtype=torch.int32, device=DEVICE), slots, slot_of)
+        elif changed:
+            places = torch.tensor([known.pop(i) for i in changed], device=DEVICE)
+            free += places.tolist()
+            slots.ids[slot_of[places].long()] = EMPTY
+        asked = torch.arange(-3, most + 3, dtype=torch.int32, device=DEVICE)
+        assert found(asked, slots, find).tolist() == [known.get(i, -1) for i in asked.tolist()]
+
+
+def test_the_longest_way_of_a_half_full_map_is_within_the_window() -> None:
+    """Of a million ids."""
+    slots = empty_slots(1 << 20, torch.device("cpu"))
+    ids = torch.arange(1 << 20) * 3
+    places, slot_of = torch.arange(1 << 20, dtype=torch.int32), torch.empty(1 << 20, dtype=torch.int32)
+    insert_ids(ids, places, slots, slot_of)
+    assert int(places.min()) == 0

@@ -1,0 +1,59 @@
+"""Initial weights of single rows: the Triton kernel against its plain twin, and both against whole tables."""
+
+import pytest
+import torch
+
+from dlrm_bench.dlrm.tables.initial_weights import distribution, fill_initial_weights, table_key
+from dlrm_bench.kernels.embedding.initial_rows import (
+    RowsOfTables,
+    initial_rows,
+    plain_initial_rows,
+    triton_initial_rows,
+)
+from tests.kernels.devices import DEVICE, needs_triton
+
+ROWS, SEED, PART, PARTS = (50, 1, 700), 9, 1, 3
+OF_OWNER = tuple(-(-rows // PARTS) for rows in ROWS)
+
+
+def of_tables() -> RowsOfTables:
+    first = torch.tensor([0, OF_OWNER[0], OF_OWNER[0] + OF_OWNER[1]], device=DEVICE)
+    keys = torch.tensor([table_key(SEED, table) for table in range(3)], device=DEVICE)
+    scales, bounds = torch.tensor([distribution(rows) for rows in ROWS], device=DEVICE).T.contiguous()
+    return RowsOfTables(first, keys, scales, bounds, PART, PARTS)
+
+
+@needs_triton
+@pytest.mark.parametrize("columns", [16, 512])
+@pytest.mark.parametrize("make", [plain_initial_rows, triton_initial_rows])
+def test_rows_are_those_of_whole_tables(columns: int, make: object) -> None:
+    count = sum(OF_OWNER)
+    numbers = torch.randperm(count, device=DEVICE).int()
+    targets = torch.where(numbers % 7 == 0, -1, numbers)
+    out = torch.full((count, columns), 7.0, device=DEVICE)
+    make(out, targets, numbers, of_tables())  # type: ignore[operator]
+    first = 0
+    for table, (rows, own) in enumerate(zip(ROWS, OF_OWNER, strict=True)):
+        expected = torch.empty(own, columns, device=DEVICE)
+        fill_initial_weights(expected, seed=SEED, table=table, num_embeddings=rows, row_offset=PART, row_step=PARTS)
+        number = torch.arange(first, first + own, device=DEVICE)
+        expected[number % 7 == 0] = 7
+        assert torch.equal(out[first : first + own], expected)
+        first += own
+
+
+@needs_triton
+def test_triton_equals_plain_in_other_formats_and_past_the_tables() -> None:
+    numbers = torch.tensor([3, 2**40, 255, 0], device=DEVICE)
+    targets = torch.tensor([1, 0, -1, 3], dtype=torch.int32, device=DEVICE)
+    got, expected = (torch.full((4, 32), 7.0, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    triton_initial_rows(got, targets, numbers, of_tables())
+    plain_initial_rows(expected, targets, numbers, of_tables())
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
+    assert (expected[2] == 7).all()
+
+
+def test_columns_that_no_block_covers_are_refused() -> None:
+    targets = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="power of two"):
+        initial_rows(torch.zeros(2, 12), targets, targets, of_tables())

@@ -1,0 +1,132 @@
+"""Cross-cutting: what people do around a training loop works where a graph holds the whole iteration, or is refused."""
+
+import signal
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
+
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
+from tests.cases import GPU_PLACES
+from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
+from tests.pipeline.five_stage.any_models import LONGEST, PLANS, SEQUENCES, Everything, Sequence, batches, build
+from tests.pipeline.five_stage.test_habits import HABITS
+from tests.pipeline.five_stage.torchrec_models import Trained, state
+
+STEPS, EAGER = 14, 5
+BAGS = dict.fromkeys(("u0", "u1", "i0", "i1", "w0", "w1"), 3)
+SHARDERS: dict[type, Any] = {
+    EmbeddingBagCollection: TrimmedEBCSharder(BAGS),
+    EmbeddingCollection: TrimmedECSharder(sequence_lengths=dict.fromkeys(SEQUENCES, LONGEST)),
+}
+WHOLE = FiveStageOptions(cuda_graph="iteration")
+BY_DEVICE_RATE = 1e-6
+"""A captured step of SGD multiplies by a rate on the device, and rounds the product."""
+
+
+class Accumulates(OptimizerWrapper):
+    """Steps with the gradients of two batches."""
+
+    batches = 0
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        if self.batches % 2 == 0:
+            self._optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.batches += 1
+        if self.batches % 2 == 0:
+            self._optimizer.step()
+
+
+def accumulating(model: Any, optimizer: CombinedOptimizer) -> Any:
+    (fused, dense) = (part for _, part in optimizer.optimizers)
+    return CombinedOptimizer([fused, Accumulates(dense)])
+
+
+class Several(Everything):
+    """Bags with and without weights and sequences, in modules at several depths; no ids of their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(processed=False)
+        self.items = Sequence().items
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+AROUND = {name: habit for name, habit in HABITS.items() if name not in ("compile", "scaler")}
+CASES: dict[str, Any] = AROUND | {
+    "scaler": HABITS["scaler"],
+    "accumulation": (HABITS["clipping"][0], accumulating, None),
+    "several modules": (Several, None, None),
+}
+
+
+def train(ranks: Ranks, case: str, options: FiveStageOptions | None) -> tuple[Trained, dict[str, Any]]:
+    model, change, around = CASES[case]
+    sharders = SHARDERS if options is not None else None
+    sharded, optimizer = build(ranks, model, PLANS["TW"], sgd, sharders)
+    optimizer = change(sharded, optimizer) if change is not None else optimizer
+    pipeline: Any = (
+        TrainPipelineSparseDist(sharded, optimizer, ranks.device)
+        if options is None
+        else FiveStagePipeline(sharded, optimizer, ranks.device, options)
+    )
+    data, outputs, described = iter(batches(ranks, STEPS, full=True)), [], {}
+    for step in count():
+        if around is not None:
+            around(sharded, optimizer, step)
+        try:
+            outputs.append(tuple(of.detach().clone() for of in pipeline.progress(data)))
+        except StopIteration:
+            break
+    if options is not None:
+        described = pipeline.describe()
+        pipeline.close()
+    of_model = {k: v for k, v in state(sharded, optimizer).items() if "future" not in k}
+    return Trained(
+        outputs, of_model | {f"average {k}": v for k, v in vars(sharded).get("average", {}).items()}
+    ), described
+
+
+def parity(ranks: Ranks, rtol: float) -> dict[str, dict[str, Any]]:
+    signal.alarm(600)
+    if ranks.device.type == "cpu":
+        iteration_graph_on_cpu()
+    described, wrong = {}, []
+    for case in CASES:
+        theirs, _ = train(ranks, case, None)
+        ours, described[case] = train(ranks, case, WHOLE)
+        tolerance = max(rtol, BY_DEVICE_RATE) if case == "schedule" else rtol
+        try:
+            torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(ours.state, theirs.state, rtol=10 * tolerance, atol=tolerance)
+        except AssertionError as error:
+            wrong.append(f"{case}: {error}")
+    assert not wrong, "\n".join(wrong)
+    return described
+
+
+@pytest.mark.parametrize(
+    ("world_size", "gpu", "rtol"),
+    [(2, False, 0.0), *(pytest.param(*place.values, 1e-4, marks=place.marks) for place in GPU_PLACES)],
+)
+def test_train_as_stock(run_ranks: Callable[..., Any], world_size: int, gpu: bool, rtol: float) -> None:
+    for described in run_ranks(world_size, parity, rtol, gpu=gpu):
+        replays = {case: of["replays"] for case, of in described.items()}
+        assert replays.pop("evaluation") > 0
+        assert replays == dict.fromkeys(replays, STEPS - EAGER)
+        within = {case for case, of in described.items() if "dense update" in of["in_graph"]}
+        assert within == set(CASES) - {"accumulation", "scaler"}
