@@ -9,7 +9,7 @@ pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
 All runs are over the same planted samples, from other initial weights for each seed: one epoch with an evaluation at
 the end, or with --rungs as --iterations and --evaluations-per-epoch say. Each leaves a record; the summary,
 auc_over_seeds.json beside them, has the mean of the differences between runs of one seed and its 95 % interval by
-Student's t, from the second seed on. On the CPU no graph is captured, and stock and static are fp32.
+Student's t, from the second seed on. On the CPU no graph is captured, and without --rungs stock and static are fp32.
 """
 
 import argparse

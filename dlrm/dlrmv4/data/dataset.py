@@ -84,7 +84,10 @@ class EventDataset:
         return WindowBatches(self._samples(order, rank, pin), tail=not self._drop_last)
 
     def _samples(self, order: Order, rank: int, pin: bool) -> RankSamples:
-        return RankSamples(BatchBuilder(self._cache, self.maps, self._rows, pin=pin), order, rank, self._deal)
+        return RankSamples(self._builder(pin), order, rank, self._deal)
+
+    def _builder(self, pin: bool) -> BatchBuilder:
+        return BatchBuilder(self._cache, self.maps, self._rows, pin=pin)
 
 
 class WindowBatches(Sequence[WindowBatch]):
