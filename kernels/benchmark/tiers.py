@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from dlrm_bench.kernels.benchmark.timing import Case
+from dlrm_bench.kernels.benchmark.timing import Case, sorted_ids_case
+from dlrm_bench.kernels.embedding.plan_moves import NUMBERS, Moves, PlacementState, plan_moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
 
 _ROWS, _COLUMNS = 1 << 22, 128
@@ -35,3 +36,34 @@ def tiered_rows_cases() -> Iterator[Case]:
         run = partial(copy_rows, tiers, places, 0, 0, rows, writes)
         direction = "to" if writes else "from"
         yield Case("copy_rows", f"{len(places)} rows {direction} the host", bytes_of_row * len(places), run)
+
+
+def plan_moves_cases() -> Iterator[Case]:
+    """Half of 40 million rows on the device; uniform ids of one 20-hot table, of which most are missing at first, and
+    all that find room come to the device with the first replays."""
+    rows, device_rows, window, halving = 40_000_000, 20_000_000, 1 << 17, 4096
+    guests, place = 4 * window, torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    place[-1] = -1
+    guest = torch.zeros(device_rows, dtype=torch.uint8, device="cuda")
+    guest[:guests] = 1
+    head, hand, batches = torch.zeros(3, 1, dtype=torch.int64, device="cuda").unbind()
+    state = PlacementState(
+        place=place,
+        occupant=place[: device_rows + 1].clone(),
+        guest=guest,
+        ring=place[:guests].clone(),
+        named=torch.zeros(rows + 1, dtype=torch.uint8, device="cuda"),
+        counts=torch.zeros(halving, rows // halving + 1, dtype=torch.uint8, device="cuda"),
+        head=head,
+        hand=hand,
+        batches=batches,
+        number=torch.full((1,), NUMBERS, dtype=torch.uint8, device="cuda"),
+        counters=torch.zeros(4, dtype=torch.int64, device="cuda"),
+    )
+    slots = torch.zeros(2, window, dtype=torch.int32, device="cuda").unbind()
+    moves = Moves(*slots, *torch.zeros(2, 2, dtype=torch.int32, device="cuda").unbind())
+    for batch in (1024, 13_824):
+        ids = sorted_ids_case([rows], batch, 20)[0].sort().values
+        # Ids; of each, place, batch and count, the latter two written too.
+        moved = len(ids) * (4 + 4 + 1 + 1 + 2)
+        yield Case("plan_moves", f"{len(ids)} ids, a window of {window}", moved, partial(plan_moves, ids, state, moves))

@@ -41,7 +41,7 @@ from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shar
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import InPeerMemory, Layout, Way
 from dlrm_bench.dlrm.tables.row_counts import most_named, read_counts
-from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
+from dlrm_bench.dlrm.tables.tiers.placement import HEAD_START, PlacementSizes
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows, TieredRows, first_rows
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
@@ -334,7 +334,8 @@ class StaticEBC:
         """Returns the memory of tables and optimizer state, by its name in the record."""
         if self._tiers is None:
             shards = list(self.table_shards())
-            return {"tables": [s.weights for s in shards], "optimizer_state": [s.state for s in shards]}  # type: ignore
+            kinds = {"tables": [of.weights for of in shards], "optimizer_state": [of.state for of in shards]}
+            return {name: [part for part in parts if isinstance(part, Tensor)] for name, parts in kinds.items()}
         replicated = self._replicated.parts().values() if self._replicated is not None else ()
         device, host = self._tiers.memory
         return {"table_rows": [device, *(t for of in replicated for t in of)], "table_rows_in_host_memory": [host]}
@@ -378,8 +379,8 @@ def _tiers(layout: Layout, shape: TBEShape, updates: TableUpdates, memory: Table
     rows = sum(shape.rows)
     device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
     sizes = PlacementSizes.of_batches(rows, device_rows, shape.parts * shape.samples * sum(shape.hot))
-    resident = first_rows(shape.rows, device_rows)
-    if memory.counts is not None:
-        counts = read_counts(memory.counts, tables)
-        resident = most_named([counts.of_table(shard.table) for shard in plan.of_rank(ranks.rank)], device_rows)
-    return TieredRows(sizes, shape.columns, ranks.device, resident)
+    if memory.counts is None:
+        return TieredRows(sizes, shape.columns, ranks.device, first_rows(shape.rows, device_rows))
+    counts = read_counts(memory.counts, tables)
+    resident = most_named([counts.of_table(shard.table) for shard in plan.of_rank(ranks.rank)], device_rows)
+    return TieredRows(sizes, shape.columns, ranks.device, resident, HEAD_START)

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_bench.dlrm.tables.tiers.host_memory import host_zeros
-from dlrm_bench.dlrm.tables.tiers.placement import Moves, Placement, PlacementSizes, pieces
+from dlrm_bench.dlrm.tables.tiers.placement import Placement, PlacementSizes, pieces
+from dlrm_bench.kernels.embedding.plan_moves import Moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
 
 _PIECE_ELEMENTS = 1 << 22  # of rows that are copied in the order of the rows
@@ -69,7 +70,7 @@ class TieredRows:
             "host_rows": len(host),
             "device_gb": float(f"{device.nbytes / 1e9:.4g}"),
             "host_gb": float(f"{host.nbytes / 1e9:.4g}"),
-            **dict(zip(Placement.COUNTED, self.placement.counters.tolist(), strict=True)),
+            **dict(zip(Placement.COUNTED, self.placement.state.counters.tolist(), strict=True)),
         }
 
 

@@ -1,4 +1,4 @@
-"""The static pipeline under constraints of a user: the plan is as asked, and the losses are those without."""
+"""Cross-cutting: the static pipeline under constraints of a user: the plan is as asked, and losses are the same."""
 
 from itertools import islice
 from typing import Any

@@ -26,12 +26,28 @@ def test_graphs_of_iterations_need_fixed_sizes_and_one_thread(graph: Any) -> Non
     assert FiveStageSwitches(cuda_graph=graph, trim_input_dist=True).graphs_iterations
 
 
-def test_only_the_fused_schedule_needs_a_gpu() -> None:
-    said = TorchRecOptions(schedule="fused-sparse-dist").needs_gpu
+@pytest.mark.parametrize("changed", [{"cuda_graph": "dense"}, {"row_capacity": 0.5}])
+def test_a_capacity_of_rows_is_for_graphs_of_iterations(changed: Any) -> None:
+    of_graphs: Any = {"cuda_graph": "iteration", "trim_input_dist": True, "row_capacity": 1.0}
+    assert FiveStageSwitches(**of_graphs).row_capacity == 1.0
+    with pytest.raises(ValueError, match="beside --cuda-graph iteration"):
+        FiveStageSwitches(**(of_graphs | changed))
+
+
+@pytest.mark.parametrize("schedule", ["fused-sparse-dist", "prefetch-sparse-dist"])
+def test_two_schedules_need_a_gpu(schedule: Any) -> None:
+    said = TorchRecOptions(schedule=schedule, constraints=("1=hbm:0.5",)).needs_gpu
     assert said is not None
-    assert said.startswith("--schedule fused-sparse-dist needs a GPU: on this machine choose")
+    assert said.startswith(f"--schedule {schedule} needs a GPU: on this machine choose")
     assert TorchRecOptions(schedule="base").needs_gpu is None
     assert FiveStageSwitches(cuda_graph="dense").needs_gpu is None
+
+
+def test_prefetching_needs_a_cache_to_fill() -> None:
+    with pytest.raises(ValueError, match="add --constraints TABLES=hbm:SHARE, or choose sparse-dist"):
+        TorchRecOptions(schedule="prefetch-sparse-dist", constraints=("1=table-wise", "2=hbm:1"))
+    with pytest.raises(ValueError, match="takes no --inplace-copy"):
+        TorchRecOptions(schedule="prefetch-sparse-dist", constraints=("1=hbm:0.5",), inplace_copy=True)
 
 
 def test_the_drop_ins_switches_are_flags_that_are_off() -> None:

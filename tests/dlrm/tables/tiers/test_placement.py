@@ -39,7 +39,7 @@ class Model:
 
     def __init__(self, placement: Placement) -> None:
         self.sizes, self.before = placement.sizes, set[int]()
-        self.row_at = {place: row for row, place in enumerate(placement.place[:-1].tolist())}
+        self.row_at = {place: row for row, place in enumerate(placement.place.tolist())}
 
     def exchange(self, pairs: list[tuple[int, int]], may_come: set[int], may_leave: set[int]) -> None:
         for on_device, in_host in pairs:
@@ -74,10 +74,10 @@ def test_rows_move_as_the_model_allows(run: tuple[PlacementSizes, list[list[int]
         model.exchange(pairs[early_first:early_end], missing - model.before, idle)
         model.exchange(pairs[late_first:late_end], late, idle)
         place = {row: place for place, row in model.row_at.items()}
-        assert placement.place[:-1].tolist() == [place[row] for row in range(sizes.rows)]
+        assert placement.place.tolist() == [place[row] for row in range(sizes.rows)]
         occupants = [model.row_at[device] for device in range(sizes.device_rows)]
-        assert placement._occupant[:-1].tolist() == occupants
-        assert sorted(placement._ring.tolist()) == placement._guest.nonzero().view(-1).tolist()
+        assert placement.state.occupant[:-1].tolist() == occupants
+        assert sorted(placement.state.ring.tolist()) == placement.state.guest.nonzero().view(-1).tolist()
         if sizes.window < sizes.guests or missing:
             assert early_end <= len(missing)
         counted = [a + b for a, b in zip(counted, (1, len(missing), early_end, len(missing) - early_end), strict=True)]
@@ -85,7 +85,7 @@ def test_rows_move_as_the_model_allows(run: tuple[PlacementSizes, list[list[int]
         placement.places(torch.tensor(batch, dtype=torch.int32), out)
         assert out.tolist() == [place[row] if row >= 0 else -1 for row in batch]
         model.before = named
-    assert placement.counters.tolist() == counted
+    assert placement.state.counters.tolist() == counted
 
 
 def test_missing_rows_come_as_long_as_others_may_leave() -> None:
@@ -105,7 +105,7 @@ def test_a_row_that_every_batch_names_comes_to_the_device_and_stays_there() -> N
         placement.plan(rows.int().sort().values)
         if batch > 2:
             assert (placement.place[torch.tensor([390, 395])] < 40).all()
-    assert not placement._guest[placement.place[torch.tensor([390, 395])].long()].any(), "among the residents"
+    assert not placement.state.guest[placement.place[torch.tensor([390, 395])].long()].any(), "among the residents"
 
 
 class Zipf:
@@ -134,7 +134,7 @@ class Zipf:
             named = self._number[drawn].sort().values
             least += int((~self._best[named.unique()]).sum())
             self._placement.plan(named.int())
-        return int(self._placement.counters[1]) / least
+        return int(self._placement.state.counters[1]) / least
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])

@@ -1,0 +1,390 @@
+"""Which rows of two tiers of memory change places for the next batch; dlrm/tables/tiers/placement.py says why.
+
+Fixed shapes, and nothing for the host to decide. In kernels: one marks the batch's rows, and those that are missing;
+one looks at the window of the ring for rows that may leave; a sum over blocks, and the k-th missing row meets the k-th
+one that may leave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_bench.kernels._call import function
+from dlrm_bench.kernels._triton import cdiv, jit, tl
+
+NUMBERS = 255
+"""Batches have numbers from 1 to this one, a byte's largest, in turn; 0 is no batch's."""
+_BLOCK = 1024
+_BLOCKS_AT_A_TIME = 1024
+
+
+class PlacementState(NamedTuple):
+    """What is known of R rows and P places on the device, G of them guests'. Of `place`, `occupant` and `named` the
+    last one is nobody's: rows and places that do not exist are written to it."""
+
+    place: Tensor
+    """int32 [R + 1]: where each row is; at last -1, the place of padding."""
+    occupant: Tensor
+    """int32 [P + 1]: the row at each place on the device."""
+    guest: Tensor
+    """uint8 [P]: whether the place is a guest's."""
+    ring: Tensor
+    """int32 [G]: the guests' places."""
+    named: Tensor
+    """uint8 [R + 1]: the number of the last batch that named each row."""
+    counts: Tensor
+    """uint8 [halving, n], flat at least R + 1: how many batches named each row; one line is halved with each batch."""
+    head: Tensor
+    """int64 [1]: where in the ring the window begins."""
+    hand: Tensor
+    """int64 [1]: the place with which the window's first guest is compared."""
+    batches: Tensor
+    """int64 [1]: number of batches so far."""
+    number: Tensor
+    """uint8 [1]: the last batch's, NUMBERS before the first."""
+    counters: Tensor
+    """int64 [4]: batches, missing rows, rows that came to the device, rows used where they were."""
+
+
+class Moves(NamedTuple):
+    """The exchanges that a batch asks for: late ones, then early ones."""
+
+    device: Tensor
+    """int32 [W]: places on the device."""
+    host: Tensor
+    """int32 [W]: places in host memory, counted from its first."""
+    late: Tensor
+    """int32 [2]: from which exchange on, up to which."""
+    early: Tensor
+    """int32 [2]: the same."""
+
+
+class PlanMoves(NamedTuple):
+    """Gives the rows of a batch their places, and says which exchanges bring them there."""
+
+    rows: Tensor
+    """int32 [N], ascending, those below 0 padding."""
+    state: PlacementState
+    moves: Moves
+    """W is at most G."""
+
+    def launch(self) -> None:
+        """Checks the arguments and plans."""
+        state, moves = self.state, self.moves
+        assert self.rows.dtype == torch.int32 and self.rows.is_contiguous(), "rows: int32, contiguous"
+        assert len(moves.device) <= len(state.ring) < len(state.guest), "a window no longer than the ring"
+        assert state.counts.numel() >= len(state.place), "a count for each row"
+        if self.rows.is_cuda:
+            self.triton()
+        else:
+            self.plain()
+
+    @torch.no_grad()
+    def plain(self) -> None:
+        """Plans in PyTorch, with nothing that a graph could not capture."""
+        state, rows, device_rows = self.state, self.rows, len(self.state.guest)
+        before, none = state.number.clone(), len(state.place) - 1
+        at = torch.where(rows < 0, none, rows).long()
+        state.number.copy_(before % NUMBERS + 1)
+        first = torch.ones_like(rows, dtype=torch.bool)
+        torch.ne(rows[1:], rows[:-1], out=first[1:])
+        missing = first & (state.place[at] >= device_rows)
+        late = missing & (state.named[at] == before)
+        early = missing & ~late
+        _count_named(state, at)
+        late_before, early_before = late.cumsum(0), early.cumsum(0)
+        late_count, total = late_before[-1], late_before[-1] + early_before[-1]
+        rank = torch.where(late, late_before, late_count + early_before) - 1
+        window = len(self.moves.device)
+        incoming = _compacted(rows, missing & (rank < window), rank, window, none)
+        leaving, places, moved = _leaving(state, before, total, window)
+        incoming = torch.where(torch.arange(window, device=rows.device) < moved, incoming, none)
+        host = state.place[incoming]
+        self.moves.host.copy_(host - device_rows)
+        self.moves.device.copy_(places)
+        state.place[leaving] = host
+        state.place[incoming] = places
+        state.place[none:] = -1  # of an index alone, CUDA would copy the number from the host
+        state.occupant[places] = incoming
+        late_moved = torch.minimum(late_count, moved)
+        self.moves.late[1:].copy_(late_moved)
+        self.moves.early.copy_(torch.stack([late_moved, moved]))
+        state.counters.add_(torch.stack([torch.ones_like(moved), total, moved, total - moved]))
+
+    def triton(self, block: int = 0) -> None:
+        """Plans in seven kernels."""
+        state, window, count = self.state, len(self.moves.device), len(self.rows)
+        block, device = block or _BLOCK, self.rows.device
+        blocks, window_blocks = cdiv(count, block), cdiv(window, block)
+        kind = torch.empty(count, dtype=torch.int8, device=device)
+        incoming, leaving, other, victim = torch.empty(4, window, dtype=torch.int32, device=device).unbind()
+        choice = torch.empty(window, dtype=torch.int8, device=device)
+        late, early, free = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in (blocks, blocks, window_blocks)
+        )
+        totals = torch.empty(4, dtype=torch.int32, device=device)
+        sizes = (len(state.guest), len(state.ring), window)
+        halving, line = state.counts.shape
+        _halve_kernel[(cdiv(line, block),)](state.counts, state.batches, halving, line, block)
+        of_rows = (self.rows, count, state.place, state.named, state.counts, state.number)
+        _mark_kernel[(blocks,)](*of_rows, kind, late, early, sizes[0], block)
+        of_window = (state.occupant, state.guest, state.ring, state.named, state.counts)
+        _window_kernel[(window_blocks,)](
+            *of_window, state.head, state.hand, state.number, choice, leaving, other, free, *sizes, block
+        )
+        _sums_kernel[(1,)](late, early, free, totals, blocks, window_blocks, window, _BLOCKS_AT_A_TIME)
+        _incoming_kernel[(blocks,)](self.rows, kind, late, early, totals, incoming, count, window, block)
+        chosen, of_ring = (choice, leaving, other, free, totals), (state.guest, state.ring, state.head)
+        _outgoing_kernel[(window_blocks,)](*chosen, *of_ring, victim, self.moves.device, *sizes, block)
+        _exchange_kernel[(window_blocks,)](
+            incoming, victim, totals, *self.moves, state.place, state.occupant, *state[6:], *sizes, block
+        )
+
+
+plan_moves = function(PlanMoves, PlanMoves.launch)
+plain_plan_moves = function(PlanMoves, PlanMoves.plain)
+triton_plan_moves = function(PlanMoves, PlanMoves.triton)
+
+
+def _count_named(state: PlacementState, at: Tensor) -> None:
+    """Notes that this batch names the rows `at`, int64 [N], and halves a line of counts."""
+    state.named[at] = state.number
+    turn = state.batches % len(state.counts)
+    state.counts.index_copy_(0, turn, state.counts.index_select(0, turn) >> 1)
+    state.batches.add_(1)
+    counts = state.counts.view(-1)
+    count = counts[at]
+    counts[at] = count + (count < 255).to(torch.uint8)  # equal rows write equal counts
+
+
+def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Changes roles in the window as far as it is used, and moves it on. Returns rows that leave and their places,
+    [window], and their number."""
+    none, device_rows = len(state.place) - 1, len(state.guest)
+    step = torch.arange(window, device=before.device)
+    in_ring = (state.head + step) % len(state.ring)
+    guest, other = state.ring[in_ring], ((state.hand + step) % device_rows).int()
+    of_guest, of_other = state.occupant[guest], state.occupant[other]
+    counts = state.counts.view(-1)
+    swaps = (state.guest[other] == 0) & (counts[of_guest] > counts[of_other])
+    place, row = torch.where(swaps, other, guest), torch.where(swaps, of_other, of_guest)
+    named = state.named[row]
+    may_leave = (named != before) & (named != state.number)
+    nth = may_leave.cumsum(0)
+    count = torch.minimum(missing, nth[-1])
+    is_used = nth - may_leave.long() < missing
+    swaps &= is_used
+    # A place under the hand may be a guest of this window: the guests' own values are written last.
+    state.guest[other] = state.guest[other] | swaps.to(torch.uint8)
+    state.guest[guest] = (~swaps).to(torch.uint8)
+    state.ring[in_ring] = torch.where(swaps, other, guest)
+    state.head.copy_((state.head + is_used.sum()) % len(state.ring))
+    state.hand.copy_((state.hand + is_used.sum()) % device_rows)
+    leaves = may_leave & (nth <= count)
+    rows = _compacted(row, leaves, nth - 1, window, none)
+    return rows, _compacted(place, leaves, nth - 1, window, device_rows), count
+
+
+def _compacted(values: Tensor, chosen: Tensor, rank: Tensor, size: int, empty: int) -> Tensor:
+    """Returns the chosen values at their ranks, which are below `size`; `empty` where there is none."""
+    out = torch.full((size + 1,), empty, dtype=values.dtype, device=values.device)
+    out[torch.where(chosen, rank, size)] = values  # the last one is nobody's
+    return out[:size]
+
+
+@jit
+def _halve_kernel(count, batches, halving, stripe, block: tl.constexpr) -> None:
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    line = count + (tl.load(batches) % halving) * stripe
+    tl.store(line + at, tl.load(line + at, at < stripe) >> 1, at < stripe)
+
+
+@jit
+def _mark_kernel(
+    rows,
+    size,
+    place,
+    named,
+    count,
+    number,
+    kind,
+    late_of_block,
+    early_of_block,
+    device_rows,
+    block: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.load(rows + at, at < size, other=-1)
+    previous = tl.load(rows + at - 1, (at > 0) & (at < size), other=-1)
+    first = (row >= 0) & (row != previous)  # one of each row reads and writes what is known of it
+    before = tl.load(number).to(tl.int32)
+    missing = first & (tl.load(place + row, first, other=0) >= device_rows)
+    late = missing & (tl.load(named + row, first, other=0).to(tl.int32) == before)
+    seen = tl.load(count + row, first, other=0).to(tl.int32)
+    tl.store(named + row, (before % 255 + 1 + row * 0).to(tl.uint8), first)
+    tl.store(count + row, tl.minimum(seen + 1, 255).to(tl.uint8), first)
+    tl.store(kind + at, (missing.to(tl.int32) + late.to(tl.int32)).to(tl.int8), at < size)
+    late_rows, all_rows = tl.sum(late.to(tl.int32), 0), tl.sum(missing.to(tl.int32), 0)
+    tl.store(late_of_block + tl.program_id(0), late_rows)
+    tl.store(early_of_block + tl.program_id(0), all_rows - late_rows)
+
+
+@jit
+def _window_kernel(
+    occupant,
+    guest,
+    ring,
+    named,
+    count,
+    head,
+    hand,
+    number,
+    choice,
+    leaving,
+    other_place,
+    free_of_block,
+    device_rows,
+    guests,
+    window,
+    block: tl.constexpr,
+) -> None:
+    # A choice is 1 where roles are to change, and 2 more where the row may leave.
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < window
+    place = tl.load(ring + (tl.load(head) + at) % guests, inside, other=0)
+    other = ((tl.load(hand) + at) % device_rows).to(tl.int32)
+    row, other_row = tl.load(occupant + place, inside, other=0), tl.load(occupant + other, inside, other=0)
+    seldomer = tl.load(count + row, inside, other=0).to(tl.int32) > tl.load(count + other_row, inside, other=0).to(
+        tl.int32
+    )
+    swaps = (tl.load(guest + other, inside, other=1) == 0) & seldomer
+    row = tl.where(swaps, other_row, row)
+    batch, before = tl.load(named + row, inside, other=0).to(tl.int32), tl.load(number).to(tl.int32)
+    leaves = inside & (batch != before) & (batch != before % 255 + 1)
+    tl.store(choice + at, (swaps.to(tl.int32) + 2 * leaves.to(tl.int32)).to(tl.int8), inside)
+    tl.store(leaving + at, row, inside)
+    tl.store(other_place + at, other, inside)
+    tl.store(free_of_block + tl.program_id(0), tl.sum(leaves.to(tl.int32), 0))
+
+
+@jit
+def _sums_before(of_block, blocks, tile: tl.constexpr):
+    """Writes the sum of all blocks before each over its own; returns the sum of all."""
+    total, start = 0, 0
+    while start < blocks:
+        at = start + tl.arange(0, tile)
+        own = tl.load(of_block + at, at < blocks, other=0)
+        tl.store(of_block + at, total + tl.cumsum(own, 0) - own, at < blocks)
+        total += tl.sum(own, 0)
+        start += tile
+    return total
+
+
+@jit
+def _sums_kernel(late, early, free, totals, blocks, window_blocks, window, tile: tl.constexpr) -> None:
+    # Totals: late rows; all missing ones; rows that move; how much of the window is used.
+    late_rows = _sums_before(late, blocks, tile)
+    missing = late_rows + _sums_before(early, blocks, tile)
+    may_leave = _sums_before(free, window_blocks, tile)
+    tl.store(totals, late_rows)
+    tl.store(totals + 1, missing)
+    tl.store(totals + 2, tl.minimum(missing, may_leave))
+    tl.store(totals + 3, tl.where(missing > may_leave, window, 0))
+
+
+@jit
+def _incoming_kernel(
+    rows, kind, late_before, early_before, totals, incoming, size, window, block: tl.constexpr
+) -> None:
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    kinds = tl.load(kind + at, at < size, other=0)
+    late, early = (kinds == 2).to(tl.int32), (kinds == 1).to(tl.int32)
+    late_rank = tl.load(late_before + tl.program_id(0)) + tl.cumsum(late, 0) - 1
+    early_rank = tl.load(totals) + tl.load(early_before + tl.program_id(0)) + tl.cumsum(early, 0) - 1
+    rank = tl.where(kinds == 2, late_rank, early_rank)
+    tl.store(incoming + rank, tl.load(rows + at, at < size, other=0), (kinds > 0) & (rank < window))
+
+
+@jit
+def _outgoing_kernel(
+    choice,
+    leaving,
+    other_place,
+    free_before,
+    totals,
+    guest,
+    ring,
+    head,
+    victim,
+    victim_place,
+    device_rows,
+    guests,
+    window,
+    block: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < window
+    chosen = tl.load(choice + at, inside, other=0).to(tl.int32)
+    free = chosen // 2
+    rank = tl.load(free_before + tl.program_id(0)) + tl.cumsum(free, 0) - free
+    missing = tl.load(totals + 1)
+    used = inside & (rank < missing)
+    swaps = used & (chosen % 2 == 1)
+    in_ring = ring + (tl.load(head) + at) % guests
+    place, other = tl.load(in_ring, inside, other=0), tl.load(other_place + at, inside, other=0)
+    # Places whose roles change are no guests', or in the ring: no two programs write one.
+    tl.store(guest + place, (place * 0).to(tl.uint8), swaps)
+    tl.store(guest + other, (place * 0 + 1).to(tl.uint8), swaps)
+    tl.store(in_ring, other, swaps)
+    leaves = used & (free == 1)
+    tl.store(victim + rank, tl.load(leaving + at, inside, other=0), leaves)
+    tl.store(victim_place + rank, tl.where(swaps, other, place), leaves)
+    tl.store(totals + 3 + at * 0, at + 1, leaves & (rank + 1 == missing))
+
+
+@jit
+def _exchange_kernel(
+    incoming,
+    victim,
+    totals,
+    on_device,
+    in_host,
+    late_bounds,
+    early_bounds,
+    place,
+    occupant,
+    head,
+    hand,
+    batches,
+    number,
+    counters,
+    device_rows,
+    guests,
+    window,
+    block: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    moved = tl.load(totals + 2)
+    moves = at < moved
+    row, place_of_victim = tl.load(incoming + at, moves, other=0), tl.load(on_device + at, moves, other=0)
+    host = tl.load(place + row, moves, other=0)
+    tl.store(in_host + at, host - device_rows, moves)
+    tl.store(place + tl.load(victim + at, moves, other=0), host, moves)
+    tl.store(place + row, place_of_victim, moves)
+    tl.store(occupant + place_of_victim, row, moves)
+    if tl.program_id(0) == 0:
+        late, missing, used = tl.minimum(tl.load(totals), moved), tl.load(totals + 1), tl.load(totals + 3)
+        tl.store(late_bounds + 1, late)
+        tl.store(early_bounds, late)
+        tl.store(early_bounds + 1, moved)
+        tl.store(head, (tl.load(head) + used) % guests)
+        tl.store(hand, (tl.load(hand) + used) % device_rows)
+        tl.store(batches, tl.load(batches) + 1)
+        tl.store(number, (tl.load(number).to(tl.int32) % 255 + 1).to(tl.uint8))
+        tl.store(counters, tl.load(counters) + 1)
+        tl.store(counters + 1, tl.load(counters + 1) + missing)
+        tl.store(counters + 2, tl.load(counters + 2) + moved)
+        tl.store(counters + 3, tl.load(counters + 3) + missing - moved)
