@@ -18,7 +18,7 @@ from dlrm_bench.dlrm.tables.sequence.owned_rows import RowNumbers
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.embedding.initial_rows import RowsOfTables, initial_rows
 
-COLUMNS = 6
+COLUMNS = 4
 """Numbers of 32 bits that a saved row has beside weights and state, see `DynamicRows.entries`."""
 
 
@@ -81,40 +81,31 @@ class DynamicRows:
     # Entries: these wait for the device
 
     def entries(self) -> Tensor:
-        """Returns what the first n places hold, of which the others were never given out: int32 [n, COLUMNS], of each
-        the lower and the upper half of the id in its table, its table, what Entries.last says, the rank and the number
-        of ranks. A place that has lost its row is of table -1."""
+        """Returns what places 0 .. n - 1 hold; the others hold nothing: int32 [n, COLUMNS], of each the lower and the
+        upper half of the id in its table, the table, and the batch that last named it."""
         held = self.map.entries()
-        lost = held.ids < 0
         table = torch.searchsorted(self._of_tables.first_rows, held.ids, right=True) - 1
-        number = held.ids - self._of_tables.first_rows[table.clamp(min=0)]
-        ids = torch.where(lost, -1, self._part + number * self._parts)
+        ids = self._part + (held.ids - self._of_tables.first_rows[table]) * self._parts
         out = torch.empty(len(ids), COLUMNS, dtype=torch.int32, device=ids.device)
         out[:, :2] = ids.view(torch.int32).view(-1, 2)
-        out[:, 2] = torch.where(lost, -1, table)
-        out[:, 3], out[:, 4], out[:, 5] = held.last, self._part, self._parts
+        out[:, 2], out[:, 3] = table, held.last
         return out
 
     def choose(self, entries: Tensor) -> Tensor:
         """Returns which of all ranks' saved rows become those of places 0, 1, ... here, int64 [n], ascending; the map
         then holds them. Their weights and states are the caller's to write.
 
-        entries: int32 [N, COLUMNS] on the host, of `entries` of all ranks. ValueError where there are more than places.
+        entries: int32 [N, COLUMNS] on the host, of `entries` of all ranks, of any number. ValueError where there are
+        more than places.
         """
         ids = entries[:, :2].contiguous().view(torch.int64).view(-1)
-        table = entries[:, 2].long()
-        if bool((entries[:, 5] == self._parts).all()):
-            own = entries[:, 4] == self._part  # places without rows too: the same will be evicted as without a restart
-        else:
-            own = (table >= 0) & (ids % self._parts == self._part)
-        rows = own.nonzero().flatten()
+        rows = (ids % self._parts == self._part).nonzero().flatten()
         if len(rows) > len(self.weights):
             raise ValueError(
                 f"--dynamic-rows is {len(self.weights)}, and of the saved rows {len(rows)} are this rank's: give as "
                 "many, or use more GPUs"
             )
-        first = torch.tensor(self.first_rows)
-        numbers = first[table[rows].clamp(min=0)] + ids[rows] // self._parts
+        numbers = torch.tensor(self.first_rows)[entries[rows, 2].long()] + ids[rows] // self._parts
         device = self.weights.device
-        self.map.load(Entries(torch.where(table[rows] < 0, -1, numbers).to(device), entries[rows, 3].to(device)))
+        self.map.load(Entries(numbers.to(device), entries[rows, 3].to(device)))
         return rows

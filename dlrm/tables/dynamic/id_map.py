@@ -20,12 +20,12 @@ _CHUNK = 1 << 20  # ids that are loaded at a time
 
 
 class Entries(NamedTuple):
-    """Places 0 .. n - 1 of a map, on its device; what was never given out comes after them."""
+    """Ids of the places 0 .. n - 1 of a map, on its device; the others have none."""
 
     ids: Tensor
-    """int64 [n]; -1 of a place that has lost its id."""
+    """int64 [n]."""
     last: Tensor
-    """int32 [n]: the batch that last named the id; of a place without one, where it stands among these in the stack."""
+    """int32 [n]: the batch that last named the id."""
 
 
 class IdMap:
@@ -122,35 +122,25 @@ class IdMap:
     # Entries: these wait for the device
 
     def entries(self) -> Entries:
-        """Returns what the map holds."""
-        free = int(self._free_count)
-        bottom = torch.arange(self.places - 1, self.places - 1 - free, -1, device=self._device)
-        never = int((self._free[:free] == bottom).cumprod(0).sum())
-        count = self.places - never
-        slot = self._slot_of[:count].long()
-        ids = torch.where(slot < 0, -1, self._ids[slot.clamp(min=0)])
-        last = self._last[:count].clone()
-        last[self._free[never:free].long()] = torch.arange(free - never, dtype=torch.int32, device=self._device)
-        return Entries(ids, last)
+        """Returns what the map holds. As places are given out in their order, and taken away only for ids that get
+        them, those that have none are the last."""
+        count = self.places - int(self._free_count)
+        return Entries(self._ids[self._slot_of[:count].long()], self._last[:count].clone())
 
     def load(self, entries: Entries) -> None:
-        """Holds `entries` in place of what it held. ValueError where there are more than places."""
+        """Holds `entries`, no more than places, in place of what it held."""
         count = len(entries.ids)
         assert count <= self.places, "checked by the caller"
         self._ids.fill_(EMPTY)
         self._slot_of.fill_(-1)
         self._free[:-1] = torch.arange(self.places - 1, -1, -1, device=self._device)
+        self._free_count.fill_(self.places - count)
         self._last[:count] = entries.last
-        lost = entries.ids < 0
-        holes, never = int(lost.sum()), self.places - count
-        self._free[never + entries.last[lost].long()] = lost.nonzero().flatten().int()
-        self._free_count.fill_(never + holes)
-        place = torch.where(lost, -1, torch.arange(count, device=self._device)).int()
+        place = torch.arange(count, dtype=torch.int32, device=self._device)
         for first in range(0, count, _CHUNK):
             some = slice(first, first + _CHUNK)
             insert_ids(entries.ids[some], place[some], self._map, self._slot_of)
-        full = int((place < 0).sum()) - holes
-        assert full == 0, f"{full} ids found no slot"
+        assert not bool((place < 0).any()), "an id found no slot"
         for counted in (self.made, self.evicted, self.returned, self._lost):
             counted.zero_()
 

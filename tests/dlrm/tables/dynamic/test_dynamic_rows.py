@@ -146,3 +146,26 @@ def test_a_warm_up_leaves_all() -> None:
         assert not torch.equal(in_full(tables)[0][0], before[0][0])
     assert tables.dynamic.map.describe() == described  # type: ignore[union-attr]
     assert equal(before, in_full(tables))
+
+
+def test_a_row_that_comes_back_begins_anew() -> None:
+    """Of three batches in turn, which have places for two."""
+    tables, fresh = dynamic_tables(one_rank(), 40, evicts=True), new_tables(one_rank())
+    rows, seen = tables.empty_ids(), []
+    nobody = torch.zeros(0, dtype=torch.int32)
+    for step in range(4):
+        ids = [torch.arange(20, dtype=torch.int32) + 20 * (step % 3), nobody, nobody]
+        out = torch.empty(ROOMY.count, TABLES.columns)
+        for of, into in ((tables, rows), (fresh, fresh.empty_ids())):
+            if of is tables or step == 3:
+                asked, _ = distributed(of, in_places(ids), into)
+                of.forward(asked, out)
+                seen.append(out.clone())
+                of.backward(asked, gradients_in_places(gradient_of(ids, 0, step)))
+    assert torch.equal(seen[0], seen[3])
+    assert torch.equal(seen[3], seen[4])
+    again, once = in_full(tables)[0], state_of(fresh)[0]
+    assert torch.equal(again[0][:20], once[0][:20])
+    assert torch.equal(again[1][:20], once[1][:20])
+    assert not again[1][20:40].any()  # the batch after it lost its places
+    assert tables.dynamic.map.describe() == {"places": 40, "used": 40, "made": 80, "evicted": 40, "returned": 20}  # type: ignore[union-attr]

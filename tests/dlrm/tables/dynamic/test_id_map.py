@@ -61,7 +61,7 @@ class Model:
 @given(batches=st.lists(BATCH, max_size=14))
 def test_is_a_dict(evicts: bool, batches: list[list[int]]) -> None:
     ours, again, model = (
-        kind(24, evicts, CPU) if kind is IdMap else Model(24, evicts) for kind in (IdMap, IdMap, Model)
+        kind(14, evicts, CPU) if kind is IdMap else Model(14, evicts) for kind in (IdMap, IdMap, Model)
     )
     of_before: dict[int, int] = {}
     for batch in batches:
