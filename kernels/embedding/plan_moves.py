@@ -1,4 +1,4 @@
-"""Which rows of two tiers of memory change places for the next batch; dlrm/tables/tiers/placement.py says why.
+"""The rows of two tiers of memory that change places for the next batch; dlrm/tables/tiers/placement.py says why.
 
 Fixed shapes, and nothing for the host to decide. In kernels: one marks the batch's rows, and those that are missing;
 one looks at the window of the ring for rows that may leave; a sum over blocks, and the k-th missing row meets the k-th
@@ -22,8 +22,8 @@ _BLOCKS_AT_A_TIME = 1024
 
 
 class PlacementState(NamedTuple):
-    """What is known of R rows and P places on the device, G of them guests'. Of `place`, `occupant` and `named` the
-    last one is nobody's: rows and places that do not exist are written to it."""
+    """The state of R rows and P places on the device, G of them guests'. Of `place`, `occupant` and `named` the last
+    one is nobody's: rows and places that do not exist are written to it."""
 
     place: Tensor
     """int32 [R + 1]: where each row is; at last -1, the place of padding."""

@@ -108,7 +108,7 @@ class Placement:
 
     @property
     def place(self) -> Tensor:
-        """Where each row is, int32 [R]."""
+        """The place of each row, int32 [R]."""
         return self.state.place[:-1]
 
     def plan(self, rows: Tensor) -> Moves:

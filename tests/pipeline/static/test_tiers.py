@@ -19,7 +19,7 @@ from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.tiers import placement, tiered_rows
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
-from dlrm_bench.pipeline.checkpoint import read_state, write_state
+from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.pipeline.whole_state import whole_state
 from tests.pipelines import changed, run_config, static_pipeline
@@ -222,7 +222,7 @@ def resumed(ranks: Ranks, folder: Path) -> tuple[Tensor, list[Tensor], list[dict
     training = iter(batches[:STEPS])
     for _ in range(half):
         saved.train_step(training)
-    write_state(folder, saved.state_blocks(), ranks.rank, dist.group.WORLD, lambda: None)
+    write_state(folder, own_pieces(saved.state_blocks(), ranks.rank), ranks.rank, dist.group.WORLD, lambda: None)
     results = [second_half(saved, training)]
     for share in ("0.8", None):
         pipeline = static_pipeline(changed(PEERS, table_memory=share), ranks)
