@@ -115,6 +115,9 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     loss_interval: int = 100
     """Number of iterations between two reads of the losses; a non-finite loss stops every rank before any weight
     changes."""
+    train_metrics: bool = False
+    """Compute NE and calibration of the training's batches, over each --loss-interval, on the device; iterations.npz
+    has them, and the record the last ones."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     resume: Path | None = None
@@ -185,6 +188,11 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
         require(
             not self.resumes_newest or self.snapshot.every is not None or self.checkpoint.path is not None,
             "--resume auto looks for snapshots and checkpoints: give --snapshot.every or --checkpoint.path",
+        )
+        require(
+            not self.train_metrics or self.pipeline.name != "static",
+            "--train-metrics: the static pipeline gives no predictions of its training steps; choose --pipeline "
+            "torchrec or five-stage",
         )
         for flag, path in (
             ("--results-dir", self.results_dir),

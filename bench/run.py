@@ -45,9 +45,10 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.data.metrics import distributed_auc
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.interface import Pipeline
+from dlrm_bench.pipeline.interface import GivesOutputs, Pipeline
 
 if TYPE_CHECKING:  # a timed run imports nothing of the profiler
+    from dlrm_bench.bench.instruments.train_metrics import TrainMetrics
     from dlrm_bench.bench.profile.profiled_run import ProfiledPipeline
 
 LOGGER = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Run:
     bar: StillBar
     folder: Path
     checkpoints: Checkpoints
+    metrics: "TrainMetrics | None" = None
+    """NE and calibration beside the loss, where they are asked for."""
     first: int = 0
     """Number of iterations before this run's first: those of the checkpoint that it resumes."""
     losses_before: list[LossStretch] = field(default_factory=list)
@@ -93,6 +96,8 @@ class Run:
                 if scheduled and (value := rate(iteration)) is not None:
                     self.pipeline.set_learning_rate(value)
                 self.losses.add(self.pipeline.train_step(batches))
+                if self.metrics is not None:
+                    self.metrics.add()
                 self.clock.lap()
                 evaluates, saves = self.schedule.evaluates_after(iteration), self.checkpoints.due_after(iteration)
                 if evaluates or saves:
@@ -303,6 +308,7 @@ def run(
             ),
             folder=folder,
             checkpoints=checkpoints,
+            metrics=_train_metrics(config, ranks, pipeline) if config.train_metrics else None,
         )
         if resumed is not None:
             this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
@@ -337,6 +343,13 @@ def run(
         checkpoints.remove_snapshots()
         pipeline.close()
     return Outcome(folder=folder, record=record)
+
+
+def _train_metrics(config: RunConfig, ranks: Ranks, pipeline: Pipeline) -> "TrainMetrics":
+    from dlrm_bench.bench.instruments.train_metrics import TrainMetrics  # and TorchRec's metrics, where asked for
+
+    assert isinstance(pipeline, GivesOutputs), "see RunConfig"
+    return TrainMetrics(pipeline.keep_outputs(), ranks.device, config.loss_interval, config.local_batch_size)
 
 
 def _note_what_happened(telemetry: Telemetry, too_large: Mapping[str, int], log: MLPerfLog, ranks: Ranks) -> None:

@@ -151,6 +151,7 @@ def write_results(
     config, ranks = this.config, this.ranks
     iterations_ms = this.clock.gather_ms()
     warmup = this.schedule.warmup_of(iterations_ms[0], config.warmup_iterations)
+    metrics = {} if this.metrics is None else this.metrics.finish()
     created: list[Any] = [datetime.now(UTC)]
     dist.broadcast_object_list(created, src=0)
     record = build_record(
@@ -170,6 +171,7 @@ def write_results(
             auc=this.auc,
             target=config.target_auc,
             best_auc=this.dataset.best_auc,
+            train_metrics=None if this.metrics is None else this.metrics.last,
         ),
         pipeline=this.pipeline.describe(),
         peak_memory_bytes=_peak_memory(ranks),
@@ -181,7 +183,8 @@ def write_results(
     )
 
     def write(folder: Path) -> None:
-        write_record(folder, record, iterations_ms, losses, history_arrays(this.losses_before))
+        arrays = history_arrays(this.losses_before) | metrics
+        write_record(folder, record, iterations_ms, losses, arrays)
 
     folder = _write_somewhere(this, write)
     restore_log(this)

@@ -1,7 +1,7 @@
 """The interface of a pipeline to the training loop, and of its options to a configuration."""
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,16 @@ def check_device(options: Options, device: torch.device) -> None:
     """Raise ValueError where the options need a GPU and `device` is none; allocates nothing."""
     if device.type != "cuda" and options.needs_gpu is not None:
         raise ValueError(options.needs_gpu)
+
+
+@runtime_checkable
+class GivesOutputs(Protocol):
+    """A pipeline whose training steps can give more than the loss."""
+
+    def keep_outputs(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Keeps logits [B] and labels [B] of each training step from now on until they are taken, once; returns the
+        function that takes those of the last step, detached, on the device."""
+        ...
 
 
 class Pipeline(Protocol):

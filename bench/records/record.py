@@ -33,6 +33,7 @@ from dlrm_bench.bench.records.schema import (
     Telemetry,
     Training,
     TrainingStatus,
+    TrainMetricValues,
 )
 from dlrm_bench.bench.records.upgrade import check_readable, upgraded
 from dlrm_bench.bench.stats.series import by_clock, drift_within, median_ci95, slowest_rank, summary_statistics
@@ -70,6 +71,7 @@ class TrainingOutcome:
     auc: float | None = None
     target: float | None = None
     best_auc: float | None = None
+    train_metrics: TrainMetricValues | None = None
 
 
 def new_run_id(machine_short: str, preset: str, now: datetime) -> str:
@@ -267,7 +269,7 @@ def _set_by_clock(record: RunRecord, iterations_ms: np.ndarray) -> None:
 
 def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) -> Training:
     first, last = (float(losses[0]), float(losses[-1])) if len(losses) else (math.nan, math.nan)
-    return Training(
+    training = Training(
         losses={"first": first if math.isfinite(first) else None, "last": last if math.isfinite(last) else None},
         auc=outcome.auc,
         target=outcome.target,
@@ -275,6 +277,9 @@ def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) ->
         epoch_num=outcome.epoch_num,
         status=outcome.status,
     )
+    if outcome.train_metrics is not None:
+        training["train_metrics"] = outcome.train_metrics
+    return training
 
 
 def of_numpy(error: Exception) -> str:

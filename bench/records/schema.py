@@ -327,6 +327,15 @@ class Training(TypedDict):
     epoch_num: float
     """Fraction of the epoch trained; for random batches, of the planned iterations (0 in older records)."""
     status: TrainingStatus
+    train_metrics: NotRequired["TrainMetricValues"]
+    """Of the last --loss-interval iterations that were whole, with --train-metrics."""
+
+
+class TrainMetricValues(TypedDict):
+    """TorchRec's windowed metrics of training batches; None where they are not finite, or no interval was whole."""
+
+    ne: float | None
+    calibration: float | None
 
 
 class Losses(TypedDict):

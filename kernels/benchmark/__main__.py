@@ -18,22 +18,21 @@ from dlrm_bench.kernels.benchmark.dynamic_rows import id_map_cases, initial_rows
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import (
     HOT_ROWS,
-    ONE_HOT_ROWS,
     fetch_cases,
     gather_segments_cases,
     history_events_cases,
     pick_rows_cases,
     sort_ids_cases,
 )
-from dlrm_bench.kernels.benchmark.replicated import row_sums_cases
 from dlrm_bench.kernels.benchmark.single_ids import (
     distinct_rows_cases,
     distinct_sums_cases,
     gather_rows_cases,
     row_wise_adagrad_cases,
 )
+from dlrm_bench.kernels.benchmark.sorted_ids import row_sums_cases, sorted_adagrad_cases
 from dlrm_bench.kernels.benchmark.tiers import plan_moves_cases, tiered_rows_cases
-from dlrm_bench.kernels.benchmark.timing import Case, print_times, sorted_ids_case
+from dlrm_bench.kernels.benchmark.timing import Case, print_times
 from dlrm_bench.kernels.benchmark.tokens import (
     column_sums_cases,
     flat_adam_cases,
@@ -52,42 +51,13 @@ from dlrm_bench.kernels.dense.small_mlp import small_mlp
 from dlrm_bench.kernels.embedding import regroup
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
-from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
-from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 PEERS = 4  # ranks whose buffers a kernel of peers' memory reads or writes
 BF16 = torch.bfloat16
-
-
-def sorted_adagrad_cases() -> Iterator[Case]:
-    memory = torch.empty(2 * HOT_ROWS * 128, device="cuda").uniform_(0, 1)
-    rate = torch.tensor([0.004], device="cuda")
-    for batch in (55296, 4096):
-        for tables, hot, widths in (
-            ([HOT_ROWS], 100, (16, 32, 64, 128)),
-            ([HOT_ROWS], 12, (128,)),
-            (ONE_HOT_ROWS, 1, (128,)),
-        ):
-            ids, bags = sorted_ids_case(tables, batch, hot)
-            name = f"G {batch}, {len(tables)} table(s), hot {hot}"
-            ordered = torch.empty_like(ids), torch.empty_like(bags)
-            sort_ids(ids, SortTable(torch.zeros_like(ids), bags, sum(tables)), *ordered)
-            distinct = len(torch.unique_consecutive(ordered[0]))
-            for columns in widths:
-                rows = sum(tables)
-                weights, state = memory[: 2 * rows * columns].view(rows, 2, columns).unbind(1)
-                for dtype in (BF16,) if columns < 128 else (BF16, torch.float32):
-                    grad = torch.randn(batch, len(tables) * columns, device="cuda").to(dtype)
-                    yield Case(
-                        "sorted_adagrad",
-                        f"{name}, C {columns}, {grad.dtype}",
-                        len(ids) * (8 + columns * grad.itemsize) + distinct * columns * 16,
-                        partial(sorted_adagrad, weights, state, grad, *ordered, rate, 1e-8),
-                    )
 
 
 def push_segments_cases() -> Iterator[Case]:

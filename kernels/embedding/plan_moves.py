@@ -107,7 +107,7 @@ class PlanMoves(NamedTuple):
         self.moves.device.copy_(places)
         state.place[leaving] = host
         state.place[incoming] = places
-        state.place[none] = -1
+        state.place[none:] = -1  # of an index alone, CUDA would copy the number from the host
         state.occupant[places] = incoming
         late_moved = torch.minimum(late_count, moved)
         self.moves.late[1:].copy_(late_moved)

@@ -12,10 +12,10 @@ from dlrm_bench.dlrm.tables.tables import Tables
 
 
 def with_constraints(
-    given: Mapping[str, ParameterConstraints], constraints: Constraints, tables: Tables, prefix: str
+    given: Mapping[str, ParameterConstraints], constraints: Constraints, tables: Tables, prefix: str, prefetches: bool
 ) -> dict[str, ParameterConstraints]:
     """Returns what the planner knows of the tables already, with the user's constraints. prefix: of the tables' names
-    in TorchRec's model."""
+    in TorchRec's model. prefetches: whether the train pipeline fills caches ahead."""
     constrained = dict(given)
     for table, constraint in constraints.items():
         name = prefix + tables.names[table]
@@ -25,7 +25,7 @@ def with_constraints(
         if constraint.columns is not None:
             wishes = replace(wishes, min_partition=constraint.columns)  # which TorchRec takes as the shards' width
         if constraint.device_share is not None:
-            wishes = _with_kernel(wishes, constraint.device_share)
+            wishes = _with_kernel(wishes, constraint.device_share, prefetches)
         constrained[name] = wishes
     return constrained
 
@@ -45,10 +45,14 @@ def _sharding_type(kind: ShardingKind) -> str:
     return kind.replace("-", "_")
 
 
-def _with_kernel(wishes: ParameterConstraints, share: float) -> ParameterConstraints:
+def _with_kernel(wishes: ParameterConstraints, share: float, prefetches: bool) -> ParameterConstraints:
     """Returns constraints with the compute kernel of a table of whose rows the GPU holds a share."""
     if share in (0, 1):
         kernel = EmbeddingComputeKernel.FUSED if share else EmbeddingComputeKernel.FUSED_UVM
         return replace(wishes, compute_kernels=[kernel.value])
     kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING
-    return replace(wishes, compute_kernels=[kernel.value], cache_params=CacheParams(load_factor=share))
+    return replace(
+        wishes,
+        compute_kernels=[kernel.value],
+        cache_params=CacheParams(load_factor=share, prefetch_pipeline=prefetches),
+    )

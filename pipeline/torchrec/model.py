@@ -5,7 +5,7 @@ of a single model are the benchmark's TorchRecModel.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
@@ -62,6 +62,7 @@ class TorchRecPipeline(ABC):
         self._optimizer = _build_optimizer(built, of_benchmark, config)
         self._codecs: Codecs | None = sharders.bags.qcomm_codecs_registry
         self._iteration = 0
+        self._outputs: list[Tensor] | None = None
         self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
 
     @property
@@ -91,8 +92,22 @@ class TorchRecPipeline(ABC):
         self._iteration += 1
         if self._of_benchmark.before_step is not None:
             self._of_benchmark.before_step(self._iteration)
-        loss, _, _ = self._progress(self._train, batches)
+        loss, *outputs = self._progress(self._train, batches)
+        if self._outputs is not None:
+            self._outputs = outputs
         return loss
+
+    def keep_outputs(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """See dlrm_bench.pipeline.interface.GivesOutputs."""
+        self._outputs = []
+
+        def take() -> tuple[Tensor, Tensor]:
+            assert self._outputs, "taken once after each step"
+            logits, labels = self._outputs
+            self._outputs = []  # not held until the next step: it may share memory with a batch
+            return logits, labels
+
+        return take
 
     def evaluate(self, batches: Iterator[Pipelineable]) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs a second schedule on the same model, as the reference does."""

@@ -9,7 +9,7 @@ from dlrm_bench.dlrm.tables.plan.constraints import FLAG, Constraints, parse_con
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.five_stage.options import HostSwitches
 
-Schedule = Literal["base", "sparse-dist", "fused-sparse-dist"]
+Schedule = Literal["base", "sparse-dist", "fused-sparse-dist", "prefetch-sparse-dist"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -47,6 +47,11 @@ class TorchRecModelOptions:
             )
         return constraints
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether caches of tables in host memory are filled a batch ahead: not but by one of TorchRec's schedules."""
+        return False
+
     def in_host_memory(self) -> str | None:
         """Returns the first word of the constraints that keeps tables in host memory; None where none does."""
         shares = ((word, re.search(r"hbm:([^,]+)", word)) for word in self.constraints)
@@ -61,7 +66,9 @@ class TorchRecOptions(TorchRecModelOptions):
 
     schedule: Schedule = "sparse-dist"
     """TorchRec's train pipeline. base: TrainPipelineBase. sparse-dist: TrainPipelineSparseDist, which the MLPerf
-    reference uses. fused-sparse-dist: TrainPipelineFusedSparseDist; needs a GPU."""
+    reference uses. fused-sparse-dist: TrainPipelineFusedSparseDist; needs a GPU. prefetch-sparse-dist:
+    PrefetchTrainPipelineSparseDist, which fills the caches of tables in host memory (hbm of constraints) a batch ahead;
+    needs a GPU, and evaluates nothing."""
     inplace_copy: bool = False
     """Copy batches into GPU memory that the main stream allocated (TorchRec's enable_inplace_copy_batch)."""
     dense_all_reduce: Literal["fp32", "bf16"] = "fp32"
@@ -71,11 +78,27 @@ class TorchRecOptions(TorchRecModelOptions):
     """Compile bottom MLP, cross network and top MLP, forward and backward, by torch.compile; the first iterations then
     take a minute."""
 
+    def __post_init__(self) -> None:
+        require(
+            not self.prefetches or self.in_host_memory() is not None,
+            f"--schedule prefetch-sparse-dist fills caches of tables in host memory: add {FLAG} TABLES=hbm:SHARE, or "
+            "choose sparse-dist",
+        )
+        require(
+            not (self.prefetches and self.inplace_copy),
+            "--schedule prefetch-sparse-dist takes no --inplace-copy: leave it out",
+        )
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether caches of tables in host memory are filled a batch ahead."""
+        return self.schedule == "prefetch-sparse-dist"
+
     @property
     def needs_gpu(self) -> str | None:
         """The flag that needs a GPU, with what to choose without one; None if there is no such flag."""
-        if self.schedule == "fused-sparse-dist":
-            return "--schedule fused-sparse-dist needs a GPU: on this machine choose base or sparse-dist"
+        if self.schedule in ("fused-sparse-dist", "prefetch-sparse-dist"):
+            return f"--schedule {self.schedule} needs a GPU: on this machine choose base or sparse-dist"
         if (word := self.in_host_memory()) is not None:
             return f"{FLAG} {word} needs a GPU: on this machine leave hbm out"
         return None

@@ -140,7 +140,9 @@ def _plan(
     assert not _has(collections, sharders.sequences), "the planner is asked about bags alone"
     left_out = {*left_out, *(() if options.row_wise else _BY_ROWS)}
     planned = _PlanningSharder(sharders.bags, left_out)
-    of_tables = with_constraints(of_benchmark.constraints, constraints, tables, of_benchmark.table_prefix)
+    of_tables = with_constraints(
+        of_benchmark.constraints, constraints, tables, of_benchmark.table_prefix, options.prefetches
+    )
     kind: Literal["cuda", "cpu"] = "cuda" if ranks.device.type == "cuda" else "cpu"
     check_offered(constraints, tables, planned.sharding_types(kind))
     memory = device_memory_bytes(ranks)

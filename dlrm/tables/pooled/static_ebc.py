@@ -379,8 +379,8 @@ def _tiers(layout: Layout, shape: TBEShape, updates: TableUpdates, memory: Table
     rows = sum(shape.rows)
     device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
     sizes = PlacementSizes.of_batches(rows, device_rows, shape.parts * shape.samples * sum(shape.hot))
-    resident, head_start = first_rows(shape.rows, device_rows), 0
-    if memory.counts is not None:
-        counts, head_start = read_counts(memory.counts, tables), HEAD_START
-        resident = most_named([counts.of_table(shard.table) for shard in plan.of_rank(ranks.rank)], device_rows)
-    return TieredRows(sizes, shape.columns, ranks.device, resident, head_start)
+    if memory.counts is None:
+        return TieredRows(sizes, shape.columns, ranks.device, first_rows(shape.rows, device_rows))
+    counts = read_counts(memory.counts, tables)
+    resident = most_named([counts.of_table(shard.table) for shard in plan.of_rank(ranks.rank)], device_rows)
+    return TieredRows(sizes, shape.columns, ranks.device, resident, HEAD_START)

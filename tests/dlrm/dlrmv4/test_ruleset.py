@@ -15,6 +15,7 @@ from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.config import OptimizerConfig
 from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import EVAL_SAMPLES, TRAIN_SAMPLES
+from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
 CLOSED = preset("mlperf-dlrmv4")
@@ -206,6 +207,8 @@ def test_number_formats_are_those_of_the_run(options: TorchRecOptions, comm: str
 
 def test_a_run_by_the_rules_is_closed() -> None:
     assert division_of(CLOSED, Samples(), BATCH) == ("closed", [])  # type: ignore[arg-type]
+    dynamic = replace(CLOSED, pipeline=StaticOptions(dynamic_rows=9))
+    assert division_of(dynamic, Samples(), BATCH)[0] == "closed"  # type: ignore[arg-type]
     same = replace(CLOSED.model, last_layer="candidates", recompute_layers=True, dropout_seed="same")  # type: ignore[type-var]
     assert division_of(replace(CLOSED, model=same), Samples(), BATCH)[0] == "closed"  # type: ignore[arg-type]
     assert counted_samples(CLOSED, Samples()) == TRAIN_SAMPLES  # type: ignore[arg-type]
@@ -226,6 +229,12 @@ def test_a_run_by_the_rules_is_closed() -> None:
         ({"optimizer": OptimizerConfig(learning_rate=2e-6)}, Samples(), BATCH, "--optimizer.learning-rate is 2e-06"),
         ({}, Samples(), 4096, "the global batch is 4096: reference convergence points are of 8192 to 32768"),
         ({}, Samples(), 65536, "the global batch is 65536"),
+        (
+            {"pipeline": StaticOptions(dynamic_rows=9, evict_rows=True)},
+            Samples(),
+            BATCH,
+            "--evict-rows: rows that lost",
+        ),
     ],
 )
 def test_what_else_is_open(changes: dict[str, Any], samples: Samples, batch: int, obstacle: str) -> None:

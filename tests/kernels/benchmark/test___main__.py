@@ -16,8 +16,8 @@ BENCHMARKS = tuple(
         "dynamic_rows",
         "fp8",
         "input_dist",
-        "replicated",
         "single_ids",
+        "sorted_ids",
         "tiers",
         "tokens",
     )

@@ -21,7 +21,7 @@ from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
 from tests.pipeline.five_stage.any_models import LONGEST, PLANS, SEQUENCES, Everything, Sequence, batches, build
 from tests.pipeline.five_stage.test_habits import HABITS
-from tests.pipeline.five_stage.torchrec_models import Trained, state
+from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
 
 STEPS, EAGER = 14, 5
 BAGS = dict.fromkeys(("u0", "u1", "i0", "i1", "w0", "w1"), 3)
@@ -130,3 +130,28 @@ def test_train_as_stock(run_ranks: Callable[..., Any], world_size: int, gpu: boo
         assert replays == dict.fromkeys(replays, STEPS - EAGER)
         within = {case for case, of in described.items() if "dense update" in of["in_graph"]}
         assert within == set(CASES) - {"accumulation", "scaler"}
+
+
+def uneven(ranks: Ranks) -> tuple[int, str, int]:
+    """Rank 1 has three batches less."""
+    signal.alarm(600)
+    iteration_graph_on_cpu()
+    data = batches(ranks, STEPS - 3 * ranks.rank, full=True)
+    ended: list[Any] = []
+    for mode in ("stop", "error"):
+        options = FiveStageOptions(cuda_graph="iteration", uneven_end=mode)
+        sharded, optimizer = build(ranks, HABITS["clipping"][0], PLANS["TW"], sgd, SHARDERS)
+        with FiveStagePipeline(sharded, optimizer, ranks.device, options) as pipeline:
+            try:
+                ended.append(len(drain(pipeline, iter(data)).outputs))
+            except ValueError as error:
+                ended.append(str(error))
+            replays = pipeline.describe()["replays"]
+    return (*ended, replays)
+
+
+def test_unequal_ends_of_data_end_on_all_ranks(run_ranks: Callable[..., Any]) -> None:
+    for stopped, error, replays in run_ranks(2, uneven):
+        assert stopped == STEPS - 3
+        assert error.startswith(f"the data of rank 1 ended after {STEPS - 3} batches")
+        assert replays == STEPS - 3 - EAGER

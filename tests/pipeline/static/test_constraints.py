@@ -1,4 +1,4 @@
-"""The static pipeline under constraints of a user: the plan is as asked, and the losses are those without."""
+"""Cross-cutting: under a user's constraints the static pipeline has the plan asked for, and the same losses."""
 
 from itertools import islice
 from typing import Any

@@ -46,3 +46,16 @@ def test_a_schedule_is_refused_where_each_step_would_be_a_capture() -> None:
     for options in cases:
         assert changed(small(), optimizer=optimizer, **options).optimizer is optimizer
     assert changed(small(), cuda_graph="iteration").optimizer.rate(1) is None
+
+
+def test_dynamic_rows_are_a_number_of_places() -> None:
+    for places in (0, -1, 1 << 30):
+        with pytest.raises(ValueError, match=rf"--dynamic-rows is {places}: a rank has from 1 to 536870912 places"):
+            StaticOptions(dynamic_rows=places)
+    with pytest.raises(ValueError, match="--evict-rows takes places of --dynamic-rows away: give their number"):
+        StaticOptions(evict_rows=True)
+
+
+def test_dynamic_rows_are_of_tables_that_are_not_pooled() -> None:
+    with pytest.raises(ValueError, match="--dynamic-rows is for tables whose rows are looked up one by one"):
+        changed(small(), dynamic_rows=100)

@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.checkpoint import read_state, write_state
+from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.static_sequences.test_pipeline import drawn, evaluated, small, without_room
@@ -128,7 +128,9 @@ def saves(ranks: Ranks, folder: Path, to: Path, options: dict[str, Any]) -> Foun
     pipeline, config, batches = opened(ranks, folder, options, 0)
     steps(pipeline, batches, 0, BEFORE)
     rows = rows_of(pipeline, config)
-    write_state(to, pipeline.state_blocks(), ranks.rank, dist.new_group(backend="gloo"), lambda: None)
+    write_state(
+        to, own_pieces(pipeline.state_blocks(), ranks.rank), ranks.rank, dist.new_group(backend="gloo"), lambda: None
+    )
     later = steps(pipeline, batches, BEFORE, AFTER)
     return later, rows, pipeline.describe()["dynamic_rows"][ranks.rank]
 

@@ -33,7 +33,7 @@ def test_the_planner_of_gpus_obeys() -> None:
         for name, rows in zip(TABLES.names, TABLES.rows, strict=True)
     ]
     given = {"t_b": ParameterConstraints(pooling_factors=[2.0])}
-    constraints = with_constraints(given, parse_constraints(WORDS, TABLES), TABLES, "t_")
+    constraints = with_constraints(given, parse_constraints(WORDS, TABLES), TABLES, "t_", prefetches=True)
     assert constraints["t_b"].pooling_factors == [2.0]
     planner = sharding_planner(constraints, 512, 2, 2, "cuda", 10**9, 10**9)
     ebc = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
@@ -46,7 +46,7 @@ def test_the_planner_of_gpus_obeys() -> None:
         "c": ("row_wise", "fused_uvm"),
         "d": ("data_parallel", "dense"),
     }
-    assert of["b"].cache_params.load_factor == 0.25
+    assert (of["b"].cache_params.load_factor, of["b"].cache_params.prefetch_pipeline) == (0.25, True)
     assert {tuple(shard.shard_sizes) for shard in of["a"].sharding_spec.shards} == {(1000, 32)}
 
 
@@ -95,6 +95,24 @@ def test_tables_in_host_memory_need_a_gpu_and_stock() -> None:
         changed(preset("smoke"), "five-stage", constraints=("4=hbm:0",))
     with pytest.raises(ValueError, match="cat_4=row-wise: --no-row-wise forbids it"):
         changed(preset("smoke"), "torchrec", constraints=("4=row-wise",), row_wise=False)
+
+
+def prefetch(ranks: Ranks) -> tuple[list[float], str]:
+    options: dict[str, Any] = {
+        "schedule": "prefetch-sparse-dist",
+        "constraints": ("0=table-wise,hbm:0.5", "20=hbm:0.2"),
+    }
+    with pytest.raises(ValueError, match="--schedule prefetch-sparse-dist") as error:
+        stock_pipeline(small(**options), ranks).warm_up(evaluates=True)
+    return train(ranks, small(**options))[0], str(error.value)
+
+
+@pytest.mark.gpu
+def test_prefetched_rows_change_no_loss(run_ranks: Any) -> None:
+    ((losses, error),) = run_ranks(1, prefetch, gpu=True)
+    ((free, _),) = run_ranks(1, train, small(), gpu=True)
+    assert losses == pytest.approx(free, rel=1e-5)
+    assert "cannot evaluate" in error
 
 
 @pytest.mark.gpu

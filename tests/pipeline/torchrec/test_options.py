@@ -26,12 +26,20 @@ def test_graphs_of_iterations_need_fixed_sizes_and_one_thread(graph: Any) -> Non
     assert FiveStageSwitches(cuda_graph=graph, trim_input_dist=True).graphs_iterations
 
 
-def test_only_the_fused_schedule_needs_a_gpu() -> None:
-    said = TorchRecOptions(schedule="fused-sparse-dist").needs_gpu
+@pytest.mark.parametrize("schedule", ["fused-sparse-dist", "prefetch-sparse-dist"])
+def test_two_schedules_need_a_gpu(schedule: Any) -> None:
+    said = TorchRecOptions(schedule=schedule, constraints=("1=hbm:0.5",)).needs_gpu
     assert said is not None
-    assert said.startswith("--schedule fused-sparse-dist needs a GPU: on this machine choose")
+    assert said.startswith(f"--schedule {schedule} needs a GPU: on this machine choose")
     assert TorchRecOptions(schedule="base").needs_gpu is None
     assert FiveStageSwitches(cuda_graph="dense").needs_gpu is None
+
+
+def test_prefetching_needs_a_cache_to_fill() -> None:
+    with pytest.raises(ValueError, match="add --constraints TABLES=hbm:SHARE, or choose sparse-dist"):
+        TorchRecOptions(schedule="prefetch-sparse-dist", constraints=("1=table-wise", "2=hbm:1"))
+    with pytest.raises(ValueError, match="takes no --inplace-copy"):
+        TorchRecOptions(schedule="prefetch-sparse-dist", constraints=("1=hbm:0.5",), inplace_copy=True)
 
 
 def test_the_drop_ins_switches_are_flags_that_are_off() -> None:

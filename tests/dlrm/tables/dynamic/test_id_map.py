@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dlrm_bench.dlrm.tables.dynamic import id_map
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic import dynamic_rows, id_map
 from dlrm_bench.dlrm.tables.dynamic.id_map import IdMap
+from dlrm_bench.dlrm.tables.tables import Tables
 
 CPU = torch.device("cpu")
 BATCH = st.lists(st.integers(0, 60), max_size=9)
@@ -145,3 +147,29 @@ def test_batches_of_another_size_count_on_from_theirs() -> None:
     places = run(other, [[30, 31]])[0][0]
     assert sorted(_gone(other, dict.fromkeys(range(13)))) == [0, 1]
     assert len(set(places.values())) == 2
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evicts: bool) -> None:
+    """On a device whose tensors have shapes alone, and no numbers that the host could read."""
+    for name in ("find_ids", "insert_ids"):
+        monkeypatch.setattr(id_map, name, lambda *_: None)
+    monkeypatch.setattr(dynamic_rows, "initial_rows", lambda *_: None)
+    tables = Tables(names=("a", "b"), rows=(50, 70), columns=16, hot=(1, 1), pooled=False)
+    meta = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=torch.device("meta"))
+    monkeypatch.setattr(dynamic_rows, "table_key", lambda *_: 7)  # which it computes once, on the host
+    rows = dynamic_rows.DynamicRows(tables, meta, 1, 30, evicts)
+    ids = torch.empty(12, dtype=torch.int32, device="meta")
+    places = torch.empty_like(ids)
+    for is_new in (None, torch.empty(1, dtype=torch.int32, device="meta")):
+        rows.map.next_batch(is_new)
+        assert rows.place(ids, places).shape == (1,)
+    rows.write_unnamed(ids, places, torch.empty(12, 16, device="meta"), places)
+
+
+def test_ids_of_64_bits_have_places() -> None:
+    ours, ids = IdMap(5, False, CPU), torch.tensor([-1, 3, 1 << 33, 1 << 33, 1 << 62])
+    places = torch.empty(5, dtype=torch.int32)
+    ours.next_batch(None)
+    ours.place(ids, places)
+    assert places.tolist() == [-1, 0, 1, 1, 2]

@@ -1,0 +1,85 @@
+"""NE and calibration of training batches, beside the loss: summed on the device, and read an interval later."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.metrics.metric_module import generate_metric_module
+from torchrec.metrics.metrics_config import MetricsConfig, RecMetricDef, RecMetricEnum, RecTaskInfo
+
+from dlrm_bench.bench.records.schema import TrainMetricValues
+from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
+from dlrm_bench.pipeline.device_metrics.pending import PendingMetrics
+
+METRICS = {"ne": RecMetricEnum.NE, "calibration": RecMetricEnum.CALIBRATION}
+_TASK = RecTaskInfo(name="train", label_name="label", prediction_name="prediction", weight_name="weight")
+
+
+class TrainMetrics:
+    """Values of every `interval` iterations' batches of all ranks, by TorchRec's definitions. The launching thread
+    waits for the GPU at `finish` alone. Rank 0 has the values; other ranks take part."""
+
+    def __init__(
+        self, outputs: Callable[[], tuple[Tensor, Tensor]], device: torch.device, interval: int, local_batch: int
+    ) -> None:
+        """outputs: gives logits and labels [B] of the last training step. Collective: makes a process group."""
+        self._outputs, self._interval = outputs, interval
+        world_size = dist.get_world_size()
+        window = RecMetricDef(rec_tasks=[_TASK], window_size=interval * local_batch * world_size)
+        self._metrics = generate_metric_module(
+            metric_class=DeviceRecMetrics,
+            metrics_config=MetricsConfig(
+                rec_tasks=[_TASK], rec_metrics=dict.fromkeys(METRICS.values(), window), throughput_metric=None
+            ),
+            batch_size=local_batch,
+            world_size=world_size,
+            my_rank=dist.get_rank(),
+            state_metrics_mapping={},
+            device=device,
+            process_group=dist.new_group(),  # its gathers are not to stand between the training's collectives
+        )
+        self._weight = torch.ones(local_batch, device=device)
+        self._count = 0
+        self._pending: PendingMetrics | None = None
+        self._values: list[tuple[float, ...]] = []
+
+    def add(self) -> None:
+        """Adds the last training step. Collective at every `interval`-th call."""
+        logits, labels = self._outputs()
+        prediction = torch.sigmoid(logits.detach().float()).flatten()
+        if len(prediction) > len(self._weight):
+            self._weight = prediction.new_ones(len(prediction))
+        weight = self._weight[: len(prediction)]
+        self._metrics.update({"label": labels.flatten().float(), "prediction": prediction, "weight": weight})
+        self._count += 1
+        if self._count % self._interval == 0:
+            self._receive()
+            self._pending = self._metrics.compute_async()
+
+    def finish(self) -> dict[str, np.ndarray]:
+        """Waits for all values. Returns float64 arrays: by metric its values, and `metrics_after`, the number of this
+        run's iterations after which each was computed."""
+        self._receive()
+        count = len(self._values)
+        by_metric = zip(METRICS, np.array(self._values, np.float64).reshape(count, len(METRICS)).T, strict=True)
+        return {"metrics_after": np.arange(1, count + 1) * self._interval, **dict(by_metric)}
+
+    @property
+    def last(self) -> TrainMetricValues:
+        """Returns the last values read; None where there is none, or none that is finite."""
+        ne, calibration = self._values[-1] if self._values else (math.nan, math.nan)
+        return {"ne": _finite(ne), "calibration": _finite(calibration)}
+
+    def _receive(self) -> None:
+        if self._pending is not None:
+            values = self._pending.result()
+            if values:
+                self._values.append(tuple(values[f"{name}-train|window_{name}"].item() for name in METRICS))
+            self._pending = None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
