@@ -39,7 +39,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         drops_repeats = of_benchmark.drops_repeats and ranks.device.type == "cuda"
         sharders = Sharders.of_torchrec(codecs, drops_repeats)
         if options.trim_input_dist:
-            sharders = _trimming(of_benchmark.sizes, codecs, options.graph_dists)
+            sharders = _trimming(of_benchmark.sizes, codecs, options.graph_dists, options.row_capacity)
         super().__init__(config, of_benchmark, options, ranks, sharders)
 
     def close(self) -> None:
@@ -103,10 +103,10 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
 
 
-def _trimming(sizes: DeclaredSizes, codecs: Codecs | None, cuda_graph: bool) -> Sharders:
+def _trimming(sizes: DeclaredSizes, codecs: Codecs | None, cuda_graph: bool, row_capacity: float | None) -> Sharders:
     """Returns sharders that leave out of input dists what declared sizes make constant."""
     return Sharders(
-        TrimmedEBCSharder(sizes.bags, qcomm_codecs_registry=codecs, cuda_graph=cuda_graph),
+        TrimmedEBCSharder(sizes.bags, qcomm_codecs_registry=codecs, cuda_graph=cuda_graph, row_capacity=row_capacity),
         TrimmedECSharder(
             sizes.sequences,
             qcomm_codecs_registry=codecs,

@@ -1,5 +1,6 @@
 """Options of the pipelines over TorchRec's modules."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -117,6 +118,9 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
     graph_dists: bool = False
     """Replay each all-to-all of ids and pooled vectors, with what surrounds it, as a CUDA graph; needs
     trim_input_dist."""
+    row_capacity: float | None = None
+    """Within --cuda-graph iteration: room for the ids of row-wise and table-row-wise tables, 1.0 if these are spread
+    evenly over the rows, 2.0 if some rank's rows are named twice as often. Batches with more ids run eagerly."""
 
     def __post_init__(self) -> None:
         word = self.in_host_memory()
@@ -132,6 +136,10 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
         require(
             self.trim_input_dist or not self.graphs_iterations,
             f"--cuda-graph {self.cuda_graph} needs --trim-input-dist: only exchanges of fixed sizes can be replayed",
+        )
+        require(
+            self.row_capacity is None or (self.graphs_iterations and 1 <= self.row_capacity < math.inf),
+            f"--row-capacity {self.row_capacity} must be 1.0 or more, beside --cuda-graph iteration",
         )
         require(
             self.launch_threads == 1 or not self.graphs_iterations,

@@ -1,4 +1,4 @@
-"""How many of a feature's ids a rank may send to one owner of its table's rows: enough for nearly all batches."""
+"""Number of a feature's ids that a rank may send to one owner of its table's rows: enough for nearly all batches."""
 
 from math import inf, log
 

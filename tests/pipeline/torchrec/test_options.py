@@ -26,6 +26,14 @@ def test_graphs_of_iterations_need_fixed_sizes_and_one_thread(graph: Any) -> Non
     assert FiveStageSwitches(cuda_graph=graph, trim_input_dist=True).graphs_iterations
 
 
+@pytest.mark.parametrize("changed", [{"cuda_graph": "dense"}, {"row_capacity": 0.5}])
+def test_a_capacity_of_rows_is_for_graphs_of_iterations(changed: Any) -> None:
+    of_graphs: Any = {"cuda_graph": "iteration", "trim_input_dist": True, "row_capacity": 1.0}
+    assert FiveStageSwitches(**of_graphs).row_capacity == 1.0
+    with pytest.raises(ValueError, match="beside --cuda-graph iteration"):
+        FiveStageSwitches(**(of_graphs | changed))
+
+
 @pytest.mark.parametrize("schedule", ["fused-sparse-dist", "prefetch-sparse-dist"])
 def test_two_schedules_need_a_gpu(schedule: Any) -> None:
     said = TorchRecOptions(schedule=schedule, constraints=("1=hbm:0.5",)).needs_gpu
