@@ -11,7 +11,7 @@ from dlrm_bench.dlrm.tables.tiers.placement import Placement, PlacementSizes, pi
 from dlrm_bench.kernels.embedding.plan_moves import Moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
 
-_PIECE_ELEMENTS = 1 << 22  # of rows that are copied in the order of the rows
+_PIECE_ELEMENTS = 1 << 24  # of rows that are copied in the order of the rows
 
 
 class TieredRows:

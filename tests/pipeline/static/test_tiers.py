@@ -19,8 +19,9 @@ from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.tiers import placement, tiered_rows
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
-from dlrm_bench.pipeline.checkpoint import read_state, write_state
+from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
+from tests.cases import PLACES
 from tests.pipeline.whole_state import whole_state
 from tests.pipelines import changed, run_config, static_pipeline
 
@@ -70,7 +71,7 @@ def batches_of(config: RunConfig, ranks: Ranks, hot: int) -> list[Batch]:
     data = RandomDataset(config.data, config.model, config.seed)
     batches = list(
         islice(
-            data.train_batches(ranks.rank, ranks.world_size, config.local_batch_size, pin=False),
+            data.train_batches(ranks.rank, ranks.world_size, config.local_batch_size, pin=ranks.device.type == "cuda"),
             config.data.random_batches,
         )
     )
@@ -102,7 +103,7 @@ def train(ranks: Ranks, config: RunConfig, hot: int = 0, bad: int | None = None)
             assert torch.equal(getattr(same, kind)[key], value), "describing changes nothing"
     pipeline.close()
     of_all = {f"{kind} {key}": value for kind, tensors in kinds.items() for key, value in tensors.items()}
-    return Trained(torch.stack(losses), torch.cat(logits), of_all, described.get("table_tiers", []))
+    return Trained(torch.stack(losses).cpu(), torch.cat(logits).cpu(), of_all, described.get("table_tiers", []))
 
 
 def check_equal(a: Trained, b: Trained) -> None:
@@ -115,18 +116,21 @@ def check_equal(a: Trained, b: Trained) -> None:
 
 def shares(ranks: Ranks) -> dict[str, dict[str, Trained]]:
     """Returns what each share trains, by way and share; "all" and "1" have all rows on the device."""
+    collectives, peers = CONFIG, PEERS
+    if ranks.device.type == "cuda":
+        collectives, peers = (changed(way, cuda_graph="iteration", overlap=True) for way in (CONFIG, PEERS))
     few = ("1", *SHARES) if ranks.world_size == 1 else ("1", "0.5")
     many = SHARES if ranks.world_size > 1 else ()
     return {
-        "collectives": {share: train(ranks, changed(CONFIG, table_memory=share)) for share in few},
-        "peers": {share: train(ranks, changed(PEERS, table_memory=share)) for share in many}
-        | {"all": train(ranks, PEERS)},
+        "collectives": {share: train(ranks, changed(collectives, table_memory=share)) for share in few},
+        "peers": {share: train(ranks, changed(peers, table_memory=share)) for share in many}
+        | {"all": train(ranks, peers)},
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_share_trains_to_equal_bits(run_ranks: Callable[..., list[Any]], world_size: int) -> None:
-    for of_rank in run_ranks(world_size, shares):
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_every_share_trains_to_equal_bits(run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool) -> None:
+    for of_rank in run_ranks(world_size, shares, gpu=gpu):
         for of_way, all_rows in ((of_rank["collectives"], "1"), (of_rank["peers"], "all")):
             for share in of_way.keys() - {all_rows}:
                 check_equal(of_way[share], of_way[all_rows])
@@ -135,7 +139,7 @@ def test_every_share_trains_to_equal_bits(run_ranks: Callable[..., list[Any]], w
                     assert tiers["device_rows"] == int(float(share) * rows)
                     assert tiers["misses"] == tiers["moved"] + tiers["in_place"] > 0
                     assert tiers["batches"] == STEPS + 1
-        if world_size == 1:
+        if world_size == 1 and not gpu:  # where both exchange dense gradients alike
             check_equal(of_rank["collectives"]["1"], of_rank["peers"]["all"])
 
 
@@ -222,7 +226,7 @@ def resumed(ranks: Ranks, folder: Path) -> tuple[Tensor, list[Tensor], list[dict
     training = iter(batches[:STEPS])
     for _ in range(half):
         saved.train_step(training)
-    write_state(folder, saved.state_blocks(), ranks.rank, dist.group.WORLD, lambda: None)
+    write_state(folder, own_pieces(saved.state_blocks(), ranks.rank), ranks.rank, dist.group.WORLD, lambda: None)
     results = [second_half(saved, training)]
     for share in ("0.8", None):
         pipeline = static_pipeline(changed(PEERS, table_memory=share), ranks)
