@@ -1,4 +1,4 @@
-"""What keeps a TorchRec pipeline's iteration out of one CUDA graph, as far as its model tells.
+"""Obstacles that keep a TorchRec pipeline's iteration out of one CUDA graph, as far as its model tells.
 
 This runs in the examined process, which has TorchRec; types are known by their names, so that nothing is imported.
 """
@@ -11,7 +11,7 @@ _TRIMMED = ("TrimmedEBC", "TrimmedEC")
 _BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 _IN_HOST_MEMORY = ("uvm", "ssd", "key_value", "virtual")
 _UPDATES = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
-"""Of FBGEMM's fused optimizers those that count nothing on the host."""
+"""Those of FBGEMM's fused optimizers that count nothing on the host."""
 
 
 def of_pipeline(pipeline: Any) -> list[str]:

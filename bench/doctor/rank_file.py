@@ -154,7 +154,7 @@ class RankFile(TypedDict):
     loop: list[Frame]
     """Stack at which an iteration begins, innermost frame first."""
     keeps_out: NotRequired[list[str]]
-    """What keeps the iteration of the pipeline's model out of one CUDA graph."""
+    """Obstacles that keep the iteration of the pipeline's model out of one CUDA graph."""
     plain: NotRequired[Plain]
     sampled: NotRequired[Sampled]
     traced: NotRequired[Window]

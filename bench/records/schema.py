@@ -328,7 +328,7 @@ class Training(TypedDict):
     """Fraction of the epoch trained; for random batches, of the planned iterations (0 in older records)."""
     status: TrainingStatus
     train_metrics: NotRequired["TrainMetricValues"]
-    """Of the last --loss-interval iterations that were whole, with --train-metrics."""
+    """Values of the last whole --loss-interval, with --train-metrics."""
 
 
 class TrainMetricValues(TypedDict):

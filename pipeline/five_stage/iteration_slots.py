@@ -39,7 +39,7 @@ class BatchForm:
 
     @property
     def vary(self) -> list[bool]:
-        """For each KJT that is used, whether its lengths are others in every batch."""
+        """Whether the lengths of each KJT that is used are others in every batch."""
         return [not even for even in self._even]
 
     def used(self, kjts: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
@@ -159,7 +159,7 @@ class Slot:
             KJTList([_over(kjt, lengths_too=i in vary, offsets_too=i in vary) for i, kjt in enumerate(of)])
             for of, vary in zip(distribution.features, self._varying, strict=True)
         ]
-        """What each module looks up."""
+        """KJTs that each module looks up."""
         self.holds: Any = None
         """Whose batch is in it."""
 

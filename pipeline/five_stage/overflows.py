@@ -33,7 +33,7 @@ class Overflows:
 
     @contextmanager
     def told(self, slot: int) -> Iterator[None]:
-        """Within it one input dist of all modules is by capacity, whole; its overflow is told at the end."""
+        """Makes one whole input dist of all modules by capacity, within it; tells its overflow at the end."""
         with ExitStack() as stack:
             started = [stack.enter_context(module.by_capacity()) for module in self._modules]
             yield

@@ -1,4 +1,4 @@
-"""Why something is not in the graph of an iteration: each reason once, for the code that gives it, and for the page of
+"""Reasons why something is not in the graph of an iteration, each once, for the code that gives it, and for the page of
 all of them (`python -m five_stage.captured_page`)."""
 
 from dataclasses import dataclass

@@ -119,7 +119,7 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
     """Replay each all-to-all of ids and pooled vectors, with what surrounds it, as a CUDA graph; needs
     trim_input_dist."""
     row_capacity: float | None = None
-    """Within --cuda-graph iteration: room for the ids of row-wise and table-row-wise tables, 1.0 if these are spread
+    """Room, within --cuda-graph iteration, for the ids of row-wise and table-row-wise tables, 1.0 if these are spread
     evenly over the rows, 2.0 if some rank's rows are named twice as often. Batches with more ids run eagerly."""
 
     def __post_init__(self) -> None:

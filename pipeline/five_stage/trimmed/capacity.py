@@ -1,4 +1,4 @@
-"""How many of a feature's ids a rank may send to one owner of its table's rows: enough for nearly all batches."""
+"""Room for the ids of a feature that a rank sends to one owner of its table's rows, enough for nearly all batches."""
 
 from math import inf, log
 

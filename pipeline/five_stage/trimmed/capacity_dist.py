@@ -82,15 +82,15 @@ def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype) -
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Where what lies in the messages to one rank, which are of one form from all ranks."""
+    """Layout of the messages to one rank, which are of one form from all ranks."""
 
     features: list[tuple[int, int]]
     """Group and feature, in the order of the lookups."""
     lengths: dict[tuple[int, int], int]
-    """Where each feature's begin."""
+    """Place of each feature's first one."""
     rows: dict[tuple[int, int], int]
     weights: int
-    """How far behind a row its weight is."""
+    """Distance of a weight from its row."""
     size: int
 
     @staticmethod
@@ -112,19 +112,19 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Of one group and batch size: what a rank needs to write its messages. By part and feature, [regions]."""
+    """Tensors by which a rank writes its messages, of one group and batch size. By part and feature, [regions]."""
 
     kept_index: Tensor | None
     lengths: Tensor
-    """Of the bags, [features * stride]."""
+    """Lengths of the bags, [features * stride]."""
     blocks: Tensor
     rooms: Tensor
     rows_at: Tensor
-    """Where a region begins in the messages."""
+    """Beginning of each region in the messages."""
     weights_at: Tensor
-    """How far behind its rows its weights are."""
+    """Distance of its weights from its rows."""
     lengths_at: Tensor
-    """Where the lengths of its bags go, [regions * stride]."""
+    """Places of the lengths of its bags, [regions * stride]."""
     places: Tensor
     """0 .. ids - 1."""
     shares: Tensor
@@ -133,7 +133,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Of one group and batch size: what this rank looks up."""
+    """Form of what this rank looks up, of one group and batch size."""
 
     index: int
     keys: list[str]
@@ -156,7 +156,7 @@ class _Layout:
     sources: list[_Source]
     own: list[_Own]
     receive_index: Tensor
-    """Of each group the lengths, then rows, then weights if there are any; then the overflows of all ranks."""
+    """Places of each group's lengths, then rows, then weights if there are any; then of the overflows of all ranks."""
     received: list[int]
     """The sizes of these parts."""
 
@@ -314,7 +314,7 @@ class CapacityInFlight:
     """The input dist of one batch; see static_dist.InFlight."""
 
     overflow: Tensor
-    """After `finish`: 1 where some rank had no room for all of its ids, else 0; int32, the same on all ranks."""
+    """Flag after `finish`: 1 where some rank had no room for all of its ids, else 0; int32, the same on all ranks."""
 
     def __init__(self, dist: CapacityDist, layout: _Layout, features: KeyedJaggedTensor) -> None:
         self._dist, self._layout = dist, layout

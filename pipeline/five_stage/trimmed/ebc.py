@@ -106,8 +106,8 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     @contextmanager
     def by_capacity(self) -> Iterator[list[CapacityInFlight]]:
-        """Within it the input dists of tables split by rows ask the device nothing, where `row_capacity` is set; gives
-        those that were started, whose `overflow` says, after both waits, whether a batch had more ids than room."""
+        """Has the input dists of tables split by rows ask the device nothing within it, where `row_capacity` is set;
+        gives those that were started, whose `overflow` says, after both waits, whether a batch had too many ids."""
         if self._row_groups():
             assert not self.reading_features(), "all is declared where lookups are by capacity"
             self._by_capacity = []
