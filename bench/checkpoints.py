@@ -205,8 +205,8 @@ class Checkpoints:
             return None
         block = Checkpointing(saved=self._saved, resumed=self._resumed)
         if self._snapshots is not None:
-            block["snapshots"] = self._taken
-            block["left_out"] = self._snapshots.left_out
+            block["snapshots"], block["left_out"] = self._taken, self._snapshots.left_out
+            block["prepared_s"] = self._snapshots.prepared_s
         return block
 
     def _resume(self, resumed: Resumed, blocks: StateBlocks) -> ResumedFrom:

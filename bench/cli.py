@@ -269,8 +269,9 @@ class Checkpoint:
     """Checks checkpoints: dlrm-bench checkpoint verify DIR
 
     verify: reads every byte of a checkpoint, or of the newest complete one of a folder, and prints a line for each
-    difference from what was written; the exit status is 2 if there is any. No code of a checkpoint is run, neither here
-    nor by --resume; but checksums show damage, not who wrote a checkpoint: resume only your own.
+    difference from what was written; the exit status is 2 if there is any. A snapshot in memory has no checksums.
+    No code of a checkpoint is run, neither here nor by --resume; but checksums show damage, not who wrote a checkpoint:
+    resume only your own.
     """
 
     what: Positional[Literal["verify"]]

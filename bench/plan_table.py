@@ -19,7 +19,7 @@ from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Top
 from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.plan.constraints import FLAG, described
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
-from dlrm_bench.dlrm.tables.plan.plan import Shard
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
 from dlrm_bench.dlrm.tables.plan.tier_costs import check_tiers_fit
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM
@@ -39,22 +39,7 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         raise ValueError(
             f"{FLAG}: --print-plan shows the static pipeline's plan; add --pipeline static, or leave it out"
         )
-    constraints = options.constraints_on(tables)
-    memory_bytes, tiers = int(costs.memory_bytes * HEADROOM), options.tiers
-    if tiers is not None:
-        host_bytes = int(costs.host_memory_bytes * HEADROOM)
-        in_nodes = (memory_bytes, host_bytes * topology.gpus_per_node)
-        check_tiers_fit(tables, config.optimizer.tables, tiers, topology, *in_nodes)
-        memory_bytes = tiers.capacity(memory_bytes, host_bytes)
-    plan = plan_for(
-        config,
-        topology,
-        memory_bytes,
-        options.replicates(topology.nodes),
-        options.splits_rows(topology.nodes),
-        costs,
-        constraints,
-    )
+    plan = _plan(config, options, topology, costs)
     ids = config.data.id_statistics
     loads = rank_loads(
         plan, tables, config.optimizer.tables, global_batch_size, config.pooled_bytes, costs, topology, ids
@@ -87,16 +72,35 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         table.add_row("all", " ".join(tables.names[table] for table in plan.replicated), "0", "", "", "", "")
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
-    if constraints:
-        console.print(f"as asked: {FLAG} {described(constraints, tables)}")
+    if options.constraints:
+        console.print(f"as asked: {FLAG} {described(options.constraints_on(tables), tables)}")
     console.print(
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"
     )
     iteration = iteration_us(plan.shards, tables, topology, global_batch_size, config.pooled_bytes, costs, ids)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
-    if tiers is not None:
-        print_tiers(console, config, plan, topology, tiers, costs)
+    if options.tiers is not None:
+        print_tiers(console, config, plan, topology, options.tiers, costs)
+
+
+def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: GpuCosts) -> Plan:
+    """Returns the plan of the static pipeline; ValueError where there is none."""
+    tables, memory_bytes = config.model.tables, int(costs.memory_bytes * HEADROOM)
+    if options.tiers is not None:
+        host_bytes = int(costs.host_memory_bytes * HEADROOM)
+        of_node = (memory_bytes, host_bytes * topology.gpus_per_node)
+        check_tiers_fit(tables, config.optimizer.tables, options.tiers, topology, *of_node)
+        memory_bytes = options.tiers.capacity(memory_bytes, host_bytes)
+    return plan_for(
+        config,
+        topology,
+        memory_bytes,
+        options.replicates(topology.nodes),
+        options.splits_rows(topology.nodes),
+        costs,
+        options.constraints_on(tables),
+    )
 
 
 def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> None:

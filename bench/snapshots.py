@@ -5,6 +5,7 @@ makes a snapshot of them (memory_folder.py). Two fit, or one: then it is filled 
 at any time either a snapshot or a checkpoint is whole.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +70,10 @@ class Snapshots:
         self._other = prepared.other
         """A snapshot that the run resumes and that is no slot; see Slots."""
         self._slots: list[Snapshot] = []
+        begun = time.monotonic()
         on_all_ranks(partial(self._map, prepared, own, resumed), None)
+        self.prepared_s = round(time.monotonic() - begun, 3)
+        """Seconds to make, map and register the memory."""
         self.left_out = 0
         """Number of snapshots that were due while the only slot was not yet on disk."""
 

@@ -99,8 +99,7 @@ def _check_log(outcome: Outcome, console: Console) -> int:
 def snapshots_in_words(record: RunRecord) -> list[str]:
     """Returns a sentence on the snapshots that a run took in memory, if any."""
     checkpoints = record.get("checkpoints")
-    taken = checkpoints.get("snapshots") if checkpoints else None
-    if not checkpoints or not taken:
+    if checkpoints is None or not (taken := checkpoints.get("snapshots")):
         return []
     pauses = sorted(snapshot["paused_s"] for snapshot in taken)
     left_out = checkpoints.get("left_out", 0)

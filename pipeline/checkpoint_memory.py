@@ -58,6 +58,7 @@ class PiecesInMemory:
                 for file in pool.map(lambda file: _register(file, device), self._files.values()):
                     self._registered.append(file)
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
         self.pieces: list[tuple[Place, Tensor]] = [(piece.place, self._memory_of(piece)) for piece in pieces]
         """The places and their memory, fp32."""
 
@@ -74,7 +75,7 @@ class PiecesInMemory:
         assert [place for place, _ in pieces] == [place for place, _ in self.pieces], "the layout of a state is fixed"
         pairs = [(here, there) for (_, here), (_, there) in zip(self.pieces, pieces, strict=True)]
         if self._device.type == "cuda":
-            _fill_from_gpu(pairs, self._device, on_piece)
+            self._fill_from_gpu(pairs, on_piece)
             return
 
         def copy(pair: tuple[Tensor, Tensor | StoredRows]) -> None:
@@ -85,6 +86,29 @@ class PiecesInMemory:
         with ThreadPoolExecutor(THREADS) as pool:
             for _ in pool.map(copy, pairs):
                 pass
+
+    def _fill_from_gpu(self, pairs: Sequence[tuple[Tensor, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
+        """Copies each second tensor to the first one's registered memory, by the copy engine, on a stream of its
+        own."""
+        if self._stream is None:  # one for all times: a stream keeps memory for copies of strided pieces
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        in_flight: deque[torch.cuda.Event] = deque()
+
+        def wait_for_one() -> None:
+            in_flight.popleft().synchronize()
+            on_piece()
+
+        with torch.cuda.stream(self._stream):
+            for here, there in pairs:
+                here.copy_(_values(there), non_blocking=True)
+                copied = torch.cuda.Event()
+                copied.record()
+                in_flight.append(copied)
+                if len(in_flight) > _IN_FLIGHT:
+                    wait_for_one()
+        while in_flight:
+            wait_for_one()
 
     def close(self) -> None:
         """Takes the memory back from CUDA."""
@@ -122,27 +146,3 @@ def _register(file: Tensor, device: torch.device) -> Tensor:
 
 def _values(piece: Tensor | StoredRows) -> Tensor:
     return piece if isinstance(piece, Tensor) else piece.clone()
-
-
-def _fill_from_gpu(
-    pairs: Sequence[tuple[Tensor, Tensor | StoredRows]], device: torch.device, on_piece: Callable[[], None]
-) -> None:
-    """Copies each second tensor to the first one's registered memory, by the copy engine, on a stream of its own."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    in_flight: deque[torch.cuda.Event] = deque()
-
-    def wait_for_one() -> None:
-        in_flight.popleft().synchronize()
-        on_piece()
-
-    with torch.cuda.stream(stream):
-        for here, there in pairs:
-            here.copy_(_values(there), non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            in_flight.append(copied)
-            if len(in_flight) > _IN_FLIGHT:
-                wait_for_one()
-    while in_flight:
-        wait_for_one()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.launched import free_port, rank_environment
+from tests.launched import fork, free_port, rank_environment, run_script, wait
 from tests.test_floors import FLOORS, PACKAGE, PRODUCTS, ROOT, files_of, imported
 from tests.test_install import DISTRIBUTION_OF, without
 
@@ -111,19 +111,11 @@ def test_the_drop_in_trains_alone(alone, tmp_path):
     ours = f"{PACKAGE}.pipeline.five_stage"
     assert ours in script
     (tmp_path / "script.py").write_text(script.replace(ours, "five_stage"), encoding="utf-8")
-    started = [
-        subprocess.Popen(
-            [alone, "script.py", *flags],
-            cwd=tmp_path,
-            env=environment() | rank_environment(0, 1, free_port()),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for flags in ([], ["--stock"])
-    ]
-    losses = [process.communicate()[0] for process in started]
-    assert losses[0].startswith("rank 0: ")
-    assert losses[0] == losses[1]
+    place = rank_environment(0, 1, free_port())
+    done = subprocess.run([alone, "script.py"], cwd=tmp_path, env=environment() | place, capture_output=True, text=True)
+    assert done.stdout.startswith("rank 0: "), done.stderr
+    stock = wait(fork(1, tmp_path, run_script, ROOT / "examples" / "torchrec_script.py", ["--stock"]), tmp_path)
+    assert done.stdout.strip() in stock.outputs[0].splitlines(), stock
 
 
 def test_the_drop_in_captures_without_torchrec(alone, tmp_path):

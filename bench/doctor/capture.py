@@ -1,4 +1,4 @@
-"""Obstacles that keep a TorchRec pipeline's iteration out of one CUDA graph, as far as its model tells.
+"""Obstacles that keep a TorchRec pipeline's iteration out of one CUDA graph, as far as its model shows.
 
 This runs in the examined process, which has TorchRec; types are known by their names, so that nothing is imported.
 """
@@ -15,7 +15,7 @@ _UPDATES = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
 
 
 def of_pipeline(pipeline: Any) -> list[str]:
-    """Returns what is to be changed in a pipeline's model; empty for one that has none of TorchRec's modules."""
+    """Returns the changes that a pipeline's model needs; empty for one that has none of TorchRec's modules."""
     model: Any = getattr(pipeline, "_model", None)
     if not hasattr(model, "named_modules"):
         return []

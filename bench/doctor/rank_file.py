@@ -154,7 +154,7 @@ class RankFile(TypedDict):
     loop: list[Frame]
     """Stack at which an iteration begins, innermost frame first."""
     keeps_out: NotRequired[list[str]]
-    """Obstacles that keep the iteration of the pipeline's model out of one CUDA graph."""
+    """Changes that the pipeline's model needs before one CUDA graph can hold its iteration."""
     plain: NotRequired[Plain]
     sampled: NotRequired[Sampled]
     traced: NotRequired[Window]

@@ -81,7 +81,7 @@ class Prediction(TypedDict):
     """The iteration without that time; the GPU's own work is a floor of it."""
     caution: str
     keeps_out: list[str]
-    """Changes that have to come first, as far as the examination shows it."""
+    """Changes that are needed first, as far as the examination shows them."""
 
 
 class Remedy(NamedTuple):

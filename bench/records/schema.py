@@ -268,6 +268,8 @@ class Checkpointing(TypedDict):
     resumed: "ResumedFrom | None"
     snapshots: NotRequired["list[TakenSnapshot]"]
     """Those in memory."""
+    prepared_s: NotRequired[float]
+    """Seconds before the training to make, map and register the memory of snapshots."""
     left_out: NotRequired[int]
     """Number of snapshots that were due while the only memory for them was not yet on disk."""
 

@@ -39,7 +39,7 @@ class BatchForm:
 
     @property
     def vary(self) -> list[bool]:
-        """Whether the lengths of each KJT that is used are others in every batch."""
+        """Whether the lengths of each used KJT change from batch to batch."""
         return [not even for even in self._even]
 
     def used(self, kjts: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
@@ -159,7 +159,7 @@ class Slot:
             KJTList([_over(kjt, lengths_too=i in vary, offsets_too=i in vary) for i, kjt in enumerate(of)])
             for of, vary in zip(distribution.features, self._varying, strict=True)
         ]
-        """KJTs that each module looks up."""
+        """Features that each module looks up."""
         self.holds: Any = None
         """Whose batch is in it."""
 

@@ -33,7 +33,7 @@ class Overflows:
 
     @contextmanager
     def told(self, slot: int) -> Iterator[None]:
-        """Makes one whole input dist of all modules by capacity, within it; tells its overflow at the end."""
+        """Makes one whole input dist of all modules, within the block, by capacity; its overflow is told at the end."""
         with ExitStack() as stack:
             started = [stack.enter_context(module.by_capacity()) for module in self._modules]
             yield

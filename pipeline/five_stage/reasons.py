@@ -1,5 +1,5 @@
-"""Reasons why something is not in the graph of an iteration, each once, for the code that gives it, and for the page of
-all of them (`python -m five_stage.captured_page`)."""
+"""Reasons why something is not in the graph of an iteration, each stated once, for the code that gives it and for the
+page of all of them (`python -m five_stage.captured_page`)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Room for the ids of a feature that a rank sends to one owner of its table's rows, enough for nearly all batches."""
+"""Number of a feature's ids that a rank may send to one owner of its table's rows: enough for nearly all batches."""
 
 from math import inf, log
 

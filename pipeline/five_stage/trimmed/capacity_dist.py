@@ -82,15 +82,15 @@ def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype) -
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Layout of the messages to one rank, which are of one form from all ranks."""
+    """Layout of the messages to one rank, the same from all ranks."""
 
     features: list[tuple[int, int]]
     """Group and feature, in the order of the lookups."""
     lengths: dict[tuple[int, int], int]
-    """Place of each feature's first one."""
+    """Place at which each feature's lengths begin."""
     rows: dict[tuple[int, int], int]
     weights: int
-    """Distance of a weight from its row."""
+    """Distance from a row to its weight."""
     size: int
 
     @staticmethod
@@ -112,7 +112,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Tensors by which a rank writes its messages, of one group and batch size. By part and feature, [regions]."""
+    """Tensors with which a rank writes its messages, of one group and batch size; by part and feature, [regions]."""
 
     kept_index: Tensor | None
     lengths: Tensor
@@ -120,11 +120,11 @@ class _Source:
     blocks: Tensor
     rooms: Tensor
     rows_at: Tensor
-    """Beginning of each region in the messages."""
+    """Place at which a region begins in the messages."""
     weights_at: Tensor
-    """Distance of its weights from its rows."""
+    """Distance from a region's rows to its weights."""
     lengths_at: Tensor
-    """Places of the lengths of its bags, [regions * stride]."""
+    """Places for the lengths of its bags, [regions * stride]."""
     places: Tensor
     """0 .. ids - 1."""
     shares: Tensor
@@ -133,7 +133,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Form of what this rank looks up, of one group and batch size."""
+    """Lookups of this rank, of one group and batch size."""
 
     index: int
     keys: list[str]
@@ -156,7 +156,7 @@ class _Layout:
     sources: list[_Source]
     own: list[_Own]
     receive_index: Tensor
-    """Places of each group's lengths, then rows, then weights if there are any; then of the overflows of all ranks."""
+    """Index of each group's lengths, then rows, then weights if there are any; then of the overflows of all ranks."""
     received: list[int]
     """The sizes of these parts."""
 
@@ -314,7 +314,7 @@ class CapacityInFlight:
     """The input dist of one batch; see static_dist.InFlight."""
 
     overflow: Tensor
-    """Flag after `finish`: 1 where some rank had no room for all of its ids, else 0; int32, the same on all ranks."""
+    """1 where some rank had no room for all of its ids, else 0; int32, the same on all ranks; set by `finish`."""
 
     def __init__(self, dist: CapacityDist, layout: _Layout, features: KeyedJaggedTensor) -> None:
         self._dist, self._layout = dist, layout

@@ -106,8 +106,9 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     @contextmanager
     def by_capacity(self) -> Iterator[list[CapacityInFlight]]:
-        """Has the input dists of tables split by rows ask the device nothing within it, where `row_capacity` is set;
-        gives those that were started, whose `overflow` says, after both waits, whether a batch had too many ids."""
+        """Makes input dists of tables split by rows, within the block, read nothing from the device, where
+        `row_capacity` is set; yields those that start, whose `overflow` is, after both waits, whether a batch had more
+        ids than room."""
         if self._row_groups():
             assert not self.reading_features(), "all is declared where lookups are by capacity"
             self._by_capacity = []

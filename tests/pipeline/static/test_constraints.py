@@ -1,4 +1,4 @@
-"""Cross-cutting: under a user's constraints the static pipeline has the plan asked for, and the same losses."""
+"""Cross-cutting: the static pipeline under constraints of a user: the plan is as asked, and losses are the same."""
 
 from itertools import islice
 from typing import Any

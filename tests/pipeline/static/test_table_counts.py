@@ -1,4 +1,4 @@
-"""Cross-cutting: with counts the rows that are named most are on the device at first, and losses stay equal."""
+"""Cross-cutting: with counts, the rows that are named most are on the device at first, and losses stay equal."""
 
 from collections.abc import Callable
 from itertools import islice

@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data import planted
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
 from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST, MARKER
-from dlrm_bench.dlrm.dcnv2.data.planted import MOST, PlantedConfig, generate
+from dlrm_bench.dlrm.dcnv2.data.planted import MOST, PlantedConfig, generate, main
 from dlrm_bench.dlrm.dcnv2.data.preprocess import PreprocessConfig, preprocess
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import raw_days, read_blocks
 from dlrm_bench.dlrm.dcnv2.presets import training
@@ -186,32 +186,18 @@ def test_a_preset_without_a_directory() -> None:
         generate(PlantedConfig(preset="mlperf-dcnv2"))
 
 
-def test_command_line(tmp_path: Path) -> None:
-    def start(*flags: str) -> "subprocess.CompletedProcess[str]":
-        command = [
-            sys.executable,
-            "-m",
-            "dlrm_bench.dlrm.dcnv2.data.planted",
-            "--path",
-            str(tmp_path / "set"),
-            "--days",
-            "2",
-            *flags,
-        ]
-        return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-
-    first = start("--samples-per-day", "500")
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--path", str(tmp_path / "set"), "--days", "2"]
+    command = [sys.executable, "-m", "dlrm_bench.dlrm.dcnv2.data.planted", *flags, "--samples-per-day", "500"]
+    first = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("wrote")
     best = json.loads((tmp_path / "set" / MANIFEST).read_text())["best_auc"]
     assert re.search(r"best AUC (\S+)", first.stdout)[1] == f"{best:.5f}"  # type: ignore[index]
-    other = start("--samples-per-day", "501")
-    assert other.returncode == 2
-    assert other.stderr.startswith("error: ")
-    assert "Traceback" not in other.stderr
-    file = start("--path", __file__)
-    assert file.returncode == 2
-    assert file.stderr == f"error: {__file__}: File exists\n"
+    assert main([*flags, "--samples-per-day", "501"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert main([*flags, "--path", __file__]) == 2
+    assert capsys.readouterr().err == f"error: {__file__}: File exists\n"
 
 
 @pytest.mark.parametrize("raw", ["tsv", "tsv.gz"])
