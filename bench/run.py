@@ -45,7 +45,7 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.data.metrics import distributed_auc
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.interface import GivesOutputs, Pipeline
+from dlrm_bench.pipeline.interface import Pipeline
 
 if TYPE_CHECKING:  # a timed run imports nothing of the profiler
     from dlrm_bench.bench.instruments.train_metrics import TrainMetrics
@@ -308,8 +308,11 @@ def run(
             ),
             folder=folder,
             checkpoints=checkpoints,
-            metrics=_train_metrics(config, ranks, pipeline) if config.train_metrics else None,
         )
+        if config.train_metrics:
+            from dlrm_bench.bench.instruments.train_metrics import TrainMetrics  # and TorchRec's metrics
+
+            this.metrics = TrainMetrics.of_run(config, ranks, pipeline)
         if resumed is not None:
             this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
             pipeline.go_on_after(resumed.first)
@@ -343,13 +346,6 @@ def run(
         checkpoints.remove_snapshots()
         pipeline.close()
     return Outcome(folder=folder, record=record)
-
-
-def _train_metrics(config: RunConfig, ranks: Ranks, pipeline: Pipeline) -> "TrainMetrics":
-    from dlrm_bench.bench.instruments.train_metrics import TrainMetrics  # and TorchRec's metrics, where asked for
-
-    assert isinstance(pipeline, GivesOutputs), "see RunConfig"
-    return TrainMetrics(pipeline.keep_outputs(), ranks.device, config.loss_interval, config.local_batch_size)
 
 
 def _note_what_happened(telemetry: Telemetry, too_large: Mapping[str, int], log: MLPerfLog, ranks: Ranks) -> None:

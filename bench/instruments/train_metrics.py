@@ -10,9 +10,12 @@ from torch import Tensor
 from torchrec.metrics.metric_module import generate_metric_module
 from torchrec.metrics.metrics_config import MetricsConfig, RecMetricDef, RecMetricEnum, RecTaskInfo
 
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.schema import TrainMetricValues
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
 from dlrm_bench.pipeline.device_metrics.pending import PendingMetrics
+from dlrm_bench.pipeline.interface import GivesOutputs, Pipeline
 
 METRICS = {"ne": RecMetricEnum.NE, "calibration": RecMetricEnum.CALIBRATION}
 _TASK = RecTaskInfo(name="train", label_name="label", prediction_name="prediction", weight_name="weight")
@@ -45,6 +48,12 @@ class TrainMetrics:
         self._count = 0
         self._pending: PendingMetrics | None = None
         self._values: list[tuple[float, ...]] = []
+
+    @classmethod
+    def of_run(cls, config: RunConfig, ranks: Ranks, pipeline: Pipeline) -> "TrainMetrics":
+        """Returns those of a run with --train-metrics."""
+        assert isinstance(pipeline, GivesOutputs), "RunConfig refuses others"
+        return cls(pipeline.keep_outputs(), ranks.device, config.loss_interval, config.local_batch_size)
 
     def add(self) -> None:
         """Adds the last training step. Collective at every `interval`-th call."""
