@@ -134,8 +134,9 @@ def _unreadable_map() -> str:
     """Returns a sentence on the mapped memory that may have raised SIGBUS: that of a file shorter than its map, if
     any."""
     for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
-        addresses, _, offset, _, _, *path = line.split(maxsplit=5)
-        if path and os.path.isfile(path[0]):
+        addresses, access, offset, _, _, *path = line.split(maxsplit=5)
+        # Nobody reads a map without access: such are gaps between the parts of a shared library, often past its end.
+        if path and access.startswith("r") and os.path.isfile(path[0]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             size, last_page = os.stat(path[0]).st_size, int(offset, 16) + end - start - os.sysconf("SC_PAGE_SIZE")
             if size <= last_page:

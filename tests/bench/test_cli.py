@@ -301,7 +301,7 @@ def test_ladder_host_limits_and_report_for_real(
     assert main(["limits", "--above", str(record), str(profiled), *place, *SMOKE]) == 0
     out = capsys.readouterr().out
     assert "all-to-all: pooled vectors" in out
-    assert "least time by what is computed" in out
+    assert "least time of its computation" in out
     assert "rates measured by " in out
     (limits,) = (tmp_path / "results").glob("*-cpu-smoke-limits/limits.json")
     rates = {c["name"]: c["amount"] / c["ms"] for c in json.loads(limits.read_text())["ceilings"]}
