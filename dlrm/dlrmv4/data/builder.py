@@ -6,12 +6,12 @@ events since the previous one, and each pool forgets its oldest.
 
 import threading
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
+from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, Cache
 from dlrm_bench.dlrm.dlrmv4.data.collect import NO_ROOM, collect
 from dlrm_bench.dlrm.dlrmv4.data.compiled import compiled
 from dlrm_bench.dlrm.dlrmv4.data.crosses import context_rows
@@ -122,13 +122,11 @@ class BatchBuilder:
 
 def compile_ahead() -> None:
     """Compiles what builds batches, on two made events; for before a run's clock, as no data are read."""
-    columns: dict[str, Any] = {"folder": Path(), "limits": Limits()}
-    for name, kind in get_type_hints(Cache).items():
-        if name not in columns:
-            (dtype,) = get_args(get_args(kind)[1])
-            columns[name] = np.zeros(2, dtype=dtype)
-            columns[name].flags.writeable = False  # as maps are, which numba takes for another type
-    BatchBuilder(Cache(**columns), ItemMaps(*(np.zeros(1, dtype=np.int32) for _ in range(2)))).build(np.array([1]))
+    columns: list[NDArray[Any]] = [np.zeros(2, dtype) for dtype in (*COLUMNS.values(), *[np.int64] * 5)]
+    for column in columns:
+        column.flags.writeable = False  # as maps are, which numba takes for another type
+    cache = Cache.of_columns(Path(), Limits(), columns)
+    BatchBuilder(cache, ItemMaps(*(np.zeros(1, dtype=np.int32) for _ in range(2)))).build(np.array([1]))
 
 
 @compiled

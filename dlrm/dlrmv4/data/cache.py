@@ -9,6 +9,7 @@ events; where limits are not the benchmark's it also has `limits`, which the ref
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,13 @@ class Cache:
         for pair, names in ((users[:2], "user_start and user_end"), (anchors, "positions and anchor_ts")):
             if len(pair[0]) != len(pair[1]):
                 raise ValueError(f"{folder}: {names} have {len(pair[0])} and {len(pair[1])} entries: {COPY_AGAIN}")
-        fields = [name for name in cls.__dataclass_fields__ if name not in ("folder", "limits")]
-        return cls(folder=folder, limits=found, **dict(zip(fields, (*columns, *users, *anchors), strict=True)))
+        return cls.of_columns(folder, found, (*columns, *users, *anchors))
+
+    @classmethod
+    def of_columns(cls, folder: Path, limits: Limits, columns: Sequence[NDArray[Any]]) -> "Cache":
+        """Returns a cache of these columns, in the order of the fields: those of COLUMNS, and five of int64."""
+        names = [name for name in cls.__dataclass_fields__ if name not in ("folder", "limits")]
+        return cls(folder=folder, limits=limits, **dict(zip(names, columns, strict=True)))
 
 
 def find_cache(root: Path) -> Path:
