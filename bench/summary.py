@@ -57,7 +57,7 @@ def _print(outcome: Outcome) -> int:
             highlight=False,
             soft_wrap=True,
         )
-    for line in [*snapshots_in_words(record), *conditions_in_words(record)]:
+    for line in [*tiers_in_words(record), *snapshots_in_words(record), *conditions_in_words(record)]:
         console.print(line)
     if training["status"] == "no_target":
         console.print("finished     all iterations; no target AUC was set, so nothing was evaluated")
@@ -94,6 +94,21 @@ def _check_log(outcome: Outcome, console: Console) -> int:
         return 0
     console.print(verdict.output, markup=False, highlight=False)
     return EXIT_NOT_COMPLIANT
+
+
+def tiers_in_words(record: RunRecord) -> list[str]:
+    """Returns a sentence on the table rows that came from host memory, if tables are in two tiers of memory."""
+    tiers = record["pipeline"].get("table_tiers")
+    if not tiers:
+        return []
+    data, batches = record["config"]["data"], tiers[0]["batches"]
+    moved, in_place = (sum(of_rank[key] for of_rank in tiers) / batches for key in ("moved", "in_place"))
+    distinct = data["random_batches"] if data.get("source") == "random" else batches
+    repeats = f"; the {distinct} random batches repeat, and rows then stay: raise --data.random-batches"
+    return [
+        f"table tiers  a batch had {moved:,.0f} rows brought from host memory, and used {in_place:,.0f} there"
+        + (repeats if distinct < batches else "")
+    ]
 
 
 def snapshots_in_words(record: RunRecord) -> list[str]:

@@ -93,6 +93,15 @@ def test_snapshots_are_counted_with_their_pauses(capsys):
     assert "2 more were due while the only one was not yet on disk" in " ".join(printed(capsys, what)[1].split())
 
 
+def test_rows_of_two_tiers_are_counted_and_batches_that_repeat_are_said(capsys):
+    what = outcome(NO_TARGET)
+    what.record["pipeline"] = {"table_tiers": [{"batches": 30, "moved": 60_000, "in_place": 30}] * 2}
+    assert "a batch had 4,000 rows brought from host memory, and used 2 there\n" in printed(capsys, what)[1]
+    what.record["pipeline"] = {"table_tiers": [{"batches": 300, "moved": 60_000, "in_place": 30}]}
+    text = " ".join(printed(capsys, what)[1].split())
+    assert "the 32 random batches repeat, and rows then stay: raise --data.random-batches" in text
+
+
 def test_target_missed(capsys):
     status, text = printed(capsys, outcome(MISSED))
     assert status == EXIT_TARGET_MISSED == 3
