@@ -139,8 +139,9 @@ class PlanMoves(NamedTuple):
         _incoming_kernel[(blocks,)](self.rows, kind, late, early, totals, incoming, count, window, block)
         chosen, of_ring = (choice, leaving, other, free, totals), (state.guest, state.ring, state.head)
         _outgoing_kernel[(window_blocks,)](*chosen, *of_ring, victim, self.moves.device, *sizes, block)
+        walked = (state.head, state.hand, state.batches, state.number, state.counters)
         _exchange_kernel[(window_blocks,)](
-            incoming, victim, totals, *self.moves, state.place, state.occupant, *state[6:], *sizes, block
+            incoming, victim, totals, *self.moves, state.place, state.occupant, *walked, *sizes, block
         )
 
 

@@ -106,10 +106,6 @@ class StaticOptions:
     def constraints_on(self, tables: Tables) -> Constraints:
         """Returns the user's constraints; ValueError names a word that is none, or that this pipeline cannot obey."""
         constraints = parse_constraints(self.constraints, tables)
-        require(
-            tables.pooled or not constraints,
-            f"{FLAG}: every pipeline splits the tables of this model by rows over all ranks; leave it out",
-        )
         for table, constraint in constraints.items():
             require(
                 constraint.device_share is None,

@@ -48,7 +48,7 @@ NO_CONSTRAINTS: Constraints = MappingProxyType({})
 
 def parse_constraints(words: Sequence[str], tables: Tables) -> Constraints:
     """Returns the constraints of these words. ValueError names the word that is none, a table that is constrained
-    twice, or columns that do not divide a table's."""
+    twice, or columns that do not divide a table's, and refuses constraints on tables that are not pooled."""
     constraints: dict[int, TableConstraint] = {}
     for word in words:
         named, equals, wishes = word.partition("=")
@@ -59,6 +59,8 @@ def parse_constraints(words: Sequence[str], tables: Tables) -> Constraints:
             if table in constraints:
                 raise ValueError(f"{FLAG} {word}: {tables.names[table]} is constrained already: name it once")
             constraints[table] = constraint
+    if constraints and not tables.pooled:
+        raise ValueError(f"{FLAG}: every pipeline splits the tables of this model by rows over all ranks; leave it out")
     return dict(sorted(constraints.items()))
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any
@@ -143,12 +143,25 @@ def train(ranks: Ranks, habit: str, options: FiveStageOptions | None, dense: Opt
     model, change, around = HABITS[habit]
     sharded, optimizer = build(ranks, model, PLANS["TW"], dense)
     optimizer = change(sharded, optimizer) if change is not None else optimizer
+    return drive(ranks, sharded, optimizer, around, options, iter(batches(ranks, STEPS)))[0]
+
+
+def drive(
+    ranks: Ranks,
+    sharded: Any,
+    optimizer: Any,
+    around: Around | None,
+    options: FiveStageOptions | None,
+    data: Iterator[Any],
+) -> tuple[Trained, dict[str, Any]]:
+    """Trains on all of `data` with a habit, by stock TorchRec or by the drop-in; returns what was trained, and the
+    drop-in's description."""
     pipeline: Any = (
         TrainPipelineSparseDist(sharded, optimizer, ranks.device)
         if options is None
         else FiveStagePipeline(sharded, optimizer, ranks.device, options)
     )
-    data, outputs = iter(batches(ranks, STEPS)), []
+    outputs, described = [], {}
     for step in count():
         if around is not None:
             around(sharded, optimizer, step)
@@ -157,9 +170,11 @@ def train(ranks: Ranks, habit: str, options: FiveStageOptions | None, dense: Opt
         except StopIteration:
             break
     if options is not None:
+        described = pipeline.describe()
         pipeline.close()
     of_model = {k: v for k, v in state(sharded, optimizer).items() if "future" not in k}
-    return Trained(outputs, of_model | {f"average {k}": v for k, v in vars(sharded).get("average", {}).items()})
+    average = {f"average {k}": v for k, v in vars(sharded).get("average", {}).items()}
+    return Trained(outputs, of_model | average), described
 
 
 GRAPH = FiveStageOptions(cuda_graph="dense")

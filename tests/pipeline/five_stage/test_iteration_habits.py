@@ -2,14 +2,12 @@
 
 import signal
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -20,8 +18,8 @@ from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
 from tests.pipeline.five_stage.any_models import LONGEST, PLANS, SEQUENCES, Everything, Sequence, batches, build
-from tests.pipeline.five_stage.test_habits import HABITS
-from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
+from tests.pipeline.five_stage.test_habits import HABITS, drive
+from tests.pipeline.five_stage.torchrec_models import Trained, drain
 
 STEPS, EAGER = 14, 5
 BAGS = dict.fromkeys(("u0", "u1", "i0", "i1", "w0", "w1"), 3)
@@ -79,26 +77,7 @@ def train(ranks: Ranks, case: str, options: FiveStageOptions | None) -> tuple[Tr
     sharders = SHARDERS if options is not None else None
     sharded, optimizer = build(ranks, model, PLANS["TW"], sgd, sharders)
     optimizer = change(sharded, optimizer) if change is not None else optimizer
-    pipeline: Any = (
-        TrainPipelineSparseDist(sharded, optimizer, ranks.device)
-        if options is None
-        else FiveStagePipeline(sharded, optimizer, ranks.device, options)
-    )
-    data, outputs, described = iter(batches(ranks, STEPS, full=True)), [], {}
-    for step in count():
-        if around is not None:
-            around(sharded, optimizer, step)
-        try:
-            outputs.append(tuple(of.detach().clone() for of in pipeline.progress(data)))
-        except StopIteration:
-            break
-    if options is not None:
-        described = pipeline.describe()
-        pipeline.close()
-    of_model = {k: v for k, v in state(sharded, optimizer).items() if "future" not in k}
-    return Trained(
-        outputs, of_model | {f"average {k}": v for k, v in vars(sharded).get("average", {}).items()}
-    ), described
+    return drive(ranks, sharded, optimizer, around, options, iter(batches(ranks, STEPS, full=True)))
 
 
 def parity(ranks: Ranks, rtol: float) -> dict[str, dict[str, Any]]:
