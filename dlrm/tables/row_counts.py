@@ -9,17 +9,15 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from dlrm_bench.dlrm.tables.row_rates import RowRates, counted_rates
+from dlrm_bench.dlrm.tables.row_rates import RowRates, counted_rates, row_rates
 from dlrm_bench.dlrm.tables.tables import Tables
 
 Counts = NDArray[np.unsignedinteger[Any]]
@@ -50,8 +48,12 @@ class RowCounts:
         return counts
 
     def rates(self, table: int) -> RowRates:
-        """Returns how often a sample names each of a table's rows."""
+        """Returns how often a sample names each of a table's rows, in classes."""
         return counted_rates(self.of_table(table), self.samples)
+
+    def row_rates(self, table: int) -> NDArray[np.float32]:
+        """Returns how often a sample names each of a table's rows, fp32 [rows]."""
+        return row_rates(self.of_table(table), self.samples)
 
 
 def write_counts(
@@ -88,22 +90,6 @@ def read_counts(path: Path, tables: Tables) -> RowCounts:
                 f"here; {_MAKE} with the same --model flags"
             )
     return RowCounts(path=path, rows=tuple(rows), samples=samples, data=data)
-
-
-def most_named(counts: Sequence[Counts], device_rows: int) -> Callable[[int, int], Tensor]:
-    """Returns which rows are the `device_rows` of the largest counts, of rows that are numbered table after table, the
-    first ones of equal counts: resident(start, stop) is bool [stop - start]. counts: of each table, [rows]."""
-    named = np.concatenate(counts)
-    assert 0 < device_rows <= len(named)
-    least = np.partition(named, len(named) - device_rows)[len(named) - device_rows]
-    ends = np.flatnonzero(named == least)[: device_rows - np.count_nonzero(named > least)]
-    last = int(ends[-1])  # of the rows of the least count that are on the device
-
-    def resident(start: int, stop: int) -> Tensor:
-        part = named[start:stop]
-        return torch.from_numpy((part > least) | ((part == least) & (np.arange(start, stop) <= last)))
-
-    return resident
 
 
 def _smallest(counts: NDArray[np.uint32]) -> Counts:

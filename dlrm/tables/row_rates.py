@@ -67,6 +67,31 @@ def counted_rates(counts: NDArray[np.integer], samples: int) -> RowRates:
     count c have a mean rate of (c + 1) n(c + 1) / n(c) / samples, where n is the number of rows by count (I. J. Good,
     "The population frequencies of species and the estimation of population parameters", Biometrika 1953).
     """
+    _, numbers, rates = _rates_by_count(counts, samples)
+    return RowRates.sorted(rates, numbers.astype(np.float64))
+
+
+def row_rates(counts: NDArray[np.integer], samples: int) -> NDArray[np.float32]:
+    """Returns the rate of each row, fp32 [rows]; those of `counted_rates`."""
+    values, _, rates = _rates_by_count(counts, samples)
+    return rates.astype(np.float32)[np.searchsorted(values, counts)]
+
+
+def assumed_rates(rows: int, hot: int) -> NDArray[np.float32]:
+    """Returns a rate for each row of a table of which nothing was counted, fp32 [rows].
+
+    One of the `hot` ids of a sample is assumed to be by Zipf's law of exponent 1, with frequent rows numbered first, as
+    data sets tend to do, and the others to be any row. So a table whose samples have many ids comes before one of as
+    many rows and few ids.
+    """
+    first = 1 / (math.log(rows + 1) * np.arange(1, rows + 1, dtype=np.float32))
+    return np.asarray(first + np.float32((hot - 1) / rows), np.float32)
+
+
+def _rates_by_count(
+    counts: NDArray[np.integer], samples: int
+) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.float64]]:
+    """Returns the counts that there are, ascending, the number of rows of each, and the rate of these rows."""
     values, numbers = np.unique(counts, return_counts=True)
     number_of = dict(zip(values.tolist(), numbers.tolist(), strict=True))
     rates = values.astype(np.float64)
@@ -75,7 +100,7 @@ def counted_rates(counts: NDArray[np.integer], samples: int) -> RowRates:
         if count <= _RARE and more is not None:
             rates[place] = (count + 1) * more / number_of[count]
     rates = np.maximum.accumulate(rates)  # a row that was named more often is not placed behind one that was less
-    return RowRates.sorted(rates / samples, numbers.astype(np.float64))
+    return values, numbers, rates / samples
 
 
 def _stratified_firsts(count: int, rows: int, skew: float) -> NDArray[np.int64]:

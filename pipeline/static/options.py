@@ -48,8 +48,8 @@ class StaticOptions:
     """Take places away from rows that were not named for long, where --dynamic-rows leaves none for new ones. A row
     that is named again begins anew."""
     table_counts: Path | None = None
-    """File of counts of the rows (dlrm-bench data counts): with table_memory, those named most often are on the device
-    at first. None: the first rows of each table."""
+    """File of counts of the rows (dlrm-bench data counts): with table_memory, those expected to be named most often are
+    on the device at first. None: tables of many ids a sample and few rows first, and the first rows of the others."""
     check_ids: bool = False
     """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
     waits for it."""

@@ -25,6 +25,7 @@ local samples; ids and gradients of the parts stand one after the other.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,10 +41,11 @@ from dlrm_bench.dlrm.tables.pooled.row_parts import RowParts
 from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import InPeerMemory, Layout, Way
-from dlrm_bench.dlrm.tables.row_counts import most_named, read_counts
-from dlrm_bench.dlrm.tables.tiers.placement import HEAD_START, PlacementSizes
+from dlrm_bench.dlrm.tables.row_counts import read_counts
+from dlrm_bench.dlrm.tables.row_rates import assumed_rates
+from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
-from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows, TieredRows, first_rows
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows, TieredRows
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from dlrm_bench.kernels.non_finite import Watch, clear_gradients
@@ -379,8 +381,11 @@ def _tiers(layout: Layout, shape: TBEShape, updates: TableUpdates, memory: Table
     rows = sum(shape.rows)
     device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
     sizes = PlacementSizes.of_batches(rows, device_rows, shape.parts * shape.samples * sum(shape.hot))
+    own = plan.of_rank(ranks.rank)
     if memory.counts is None:
-        return TieredRows(sizes, shape.columns, ranks.device, first_rows(shape.rows, device_rows))
-    counts = read_counts(memory.counts, tables)
-    resident = most_named([counts.of_table(shard.table) for shard in plan.of_rank(ranks.rank)], device_rows)
-    return TieredRows(sizes, shape.columns, ranks.device, resident, HEAD_START)
+        rates = [assumed_rates(shard.rows(tables), tables.hot[shard.table]) for shard in own]
+    else:
+        counts = read_counts(memory.counts, tables)
+        rates = [counts.row_rates(shard.table) for shard in own]
+    of_batch = np.concatenate(rates) * np.float32(shape.parts * shape.samples)
+    return TieredRows(sizes, shape.columns, ranks.device, -np.expm1(-of_batch))

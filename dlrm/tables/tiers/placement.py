@@ -14,25 +14,27 @@ Batch b + 1 is planned while batch b trains:
   been named more often, the two change roles, and the resident is the one to leave. No data moves for that, so it
   does not matter who names them. Placement thus follows frequency, by no traffic but that of missing rows.
 
-How often a row is named is counted in batches, up to 255, and halved every `halving` batches, some rows with each.
+How often a row is named is counted in batches, up to 255, and halved every `halving` batches, some rows with each. A
+count begins as that of `halving` batches of what is known or assumed of the row: so rows of which little is known yet
+leave a place to those that few batches named, but that are named more often than theirs.
 Batches have numbers 1 .. 255 in turn, and a row has the number of the last one that named it. A row that was named 255
 batches ago, and not since, is taken for one that b or b + 1 names: it stays where it is, and no harm is done.
 
 All of it is on the device, in fixed shapes, with nothing for the host to decide, and equal batches give equal places.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_bench.kernels.embedding.plan_moves import NUMBERS, Moves, PlacementState, plan_moves
 
 _ROWS_AT_A_TIME = 1 << 24  # when places are first made: bounds the memory for that
-HEAD_START = 4
-"""The count with which the device's rows begin where they are known to be the most frequent ones: rows that are named
-once or twice in the first batches, before most of the device's are named at all, do not take their places."""
+_MOST = 255  # that a count holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +80,11 @@ class Placement:
         self,
         sizes: PlacementSizes,
         device: torch.device,
-        resident: Callable[[int, int], Tensor],
-        head_start: int = 0,
+        shares: NDArray[np.float32],
     ) -> None:
-        """resident(start, stop): which of these rows are on the device at first, bool [stop - start]; P in all.
-        head_start: the count with which they begin."""
+        """shares: the share of batches that is expected to name each row, [R]. The P rows of the largest
+        ones are on the device at first, of equal ones the first."""
+        assert shares.shape == (sizes.rows,), "a share for each row"
         self.sizes = sizes
         stripe = sizes.rows // sizes.halving + 1
         ring = torch.arange(sizes.device_rows - sizes.guests, sizes.device_rows, dtype=torch.int32, device=device)
@@ -104,7 +106,7 @@ class Placement:
         slots = torch.zeros(2, sizes.window, dtype=torch.int32, device=device)
         bounds = torch.zeros(2, 2, dtype=torch.int32, device=device)
         self._moves = Moves(*slots.unbind(), *bounds.unbind())
-        self._settle(resident, head_start)
+        self._settle(shares)
 
     @property
     def place(self) -> Tensor:
@@ -130,19 +132,29 @@ class Placement:
 
     # Construction
 
-    def _settle(self, resident: Callable[[int, int], Tensor], head_start: int) -> None:
-        """Gives all rows their first places, in the order of the rows."""
+    def _settle(self, shares: NDArray[np.float32]) -> None:
+        """Gives all rows their first places, in the order of the rows, and their first counts."""
         on_device, in_host, device = 0, self.sizes.device_rows, self.place.device
+        least, last = _least_and_last(shares, self.sizes.device_rows)
         counts = self.state.counts.view(-1)
         for rows in pieces(self.sizes.rows, _ROWS_AT_A_TIME):
-            stays = resident(rows.start, rows.stop).to(device)
-            counts[rows] = stays.to(torch.uint8) * head_start
+            part = torch.from_numpy(shares[rows]).to(device)
+            number = torch.arange(rows.start, rows.stop, device=device)
+            stays = (part > least) | ((part == least) & (number <= last))
+            counts[rows] = (part * self.sizes.halving).round().clamp(max=_MOST).to(torch.uint8)
             of_device, of_host = stays.cumsum(0), (~stays).cumsum(0)
             self.place[rows] = torch.where(stays, of_device + (on_device - 1), of_host + (in_host - 1)).int()
             staying = stays.nonzero().view(-1) + rows.start
             self.state.occupant[on_device : on_device + len(staying)] = staying.int()
             on_device, in_host = on_device + int(of_device[-1]), in_host + int(of_host[-1])
         assert on_device == self.sizes.device_rows, f"{on_device} rows for {self.sizes.device_rows} places"
+
+
+def _least_and_last(shares: NDArray[np.float32], count: int) -> tuple[float, int]:
+    """Returns the least of the `count` largest shares, and the last row of this share that is one of the `count`."""
+    least = np.partition(shares, len(shares) - count)[len(shares) - count]
+    equal = np.flatnonzero(shares == least)
+    return float(least), int(equal[count - np.count_nonzero(shares > least) - 1])
 
 
 def pieces(rows: int, size: int) -> Iterator[slice]:

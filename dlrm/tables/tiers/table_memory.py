@@ -21,8 +21,8 @@ class TableMemory:
     device_bytes: int | None = None
     """Largest number of bytes for weights and optimizer state of the rank's rows."""
     counts: Path | None = None
-    """File of counts (row_counts.py) that says which rows are on the device at first; None for the first rows of each
-    table."""
+    """File of counts (row_counts.py) that says which rows are on the device at first; None where that is assumed, see
+    row_rates.assumed_rates."""
 
     def __post_init__(self) -> None:
         assert (self.share is None) != (self.device_bytes is None), "a share or bytes"

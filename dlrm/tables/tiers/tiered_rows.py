@@ -1,9 +1,9 @@
 """The rows of a rank's tables in two tiers of memory, each row at its place."""
 
-from collections.abc import Callable, Sequence
-
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_bench.dlrm.tables.tiers.host_memory import host_zeros
@@ -27,11 +27,9 @@ class TieredRows:
         sizes: PlacementSizes,
         columns: int,
         device: torch.device,
-        resident: Callable[[int, int], Tensor],
-        head_start: int = 0,
+        shares: NDArray[np.float32],
     ) -> None:
-        """resident, head_start: as Placement takes them. Collective. ValueError, on every rank, where any cannot have
-        the memory."""
+        """shares: as Placement takes them. Collective. ValueError, on every rank, where any cannot have the memory."""
         memory, error = None, None
         try:
             host = host_zeros(sizes.rows - sizes.device_rows, columns, device)
@@ -41,7 +39,7 @@ class TieredRows:
         _raise_on_all_ranks(error)
         assert memory is not None
         self.memory = memory
-        self.placement = Placement(sizes, device, resident, head_start)
+        self.placement = Placement(sizes, device, shares)
         self._moves: Moves | None = None
 
     def bring(self, rows: Tensor) -> None:
@@ -128,27 +126,6 @@ class StoredRows:
         """Returns the matrix in pieces of at most so many elements, each with its rows."""
         size = max(1, elements // max(1, len(self._columns)))
         return [(rows, self[rows]) for rows in pieces(len(self._of_rows), size)]
-
-
-def first_rows(tables: Sequence[int], device_rows: int) -> Callable[[int, int], Tensor]:
-    """Returns, for Placement, the first rows of each table, as many of each, so that small tables are on the device
-    whole: their rows are those that most batches name, and data sets tend to number frequent rows first.
-
-    tables: rows of each. device_rows: in all.
-    """
-    left, most = device_rows, {}
-    for number, table in enumerate(sorted(range(len(tables)), key=lambda table: tables[table])):
-        most[table] = min(tables[table], left // (len(tables) - number))
-        left -= most[table]
-    ends = torch.tensor(tables).cumsum(0)
-    starts, counts = ends - torch.tensor(tables), torch.tensor([most[table] for table in range(len(tables))])
-
-    def resident(start: int, stop: int) -> Tensor:
-        row = torch.arange(start, stop)
-        table = torch.bucketize(row, ends, right=True)
-        return row - starts[table] < counts[table]
-
-    return resident
 
 
 def _raise_on_all_ranks(error: str | None) -> None:

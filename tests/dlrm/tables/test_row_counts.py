@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.tables.row_counts import most_named, read_counts, write_counts
+from dlrm_bench.dlrm.tables.row_counts import read_counts, write_counts
 from dlrm_bench.dlrm.tables.tables import Tables
 
 TABLES = Tables(names=("a", "b", "c"), rows=(4, 2, 5), columns=8, hot=(1, 2, 3))
@@ -30,7 +30,7 @@ def test_counts_are_as_written_and_narrow(file: Path) -> None:
     found = [counts.of_table(table) for table in range(3)]
     assert [of_table.tolist() for of_table in found] == [*COUNTS]
     assert [of_table.dtype for of_table in found] == [np.uint16, np.uint32, np.uint8]
-    assert counts.rates(1).rates[0] == 70
+    assert counts.rates(1).rates[0] == counts.row_rates(1)[0] == 70
     assert [path.name for path in file.parent.iterdir()] == ["counts"]
 
 
@@ -67,12 +67,3 @@ def test_damage_is_named_when_a_table_is_read(file: Path) -> None:
     file.write_bytes(whole)
     with pytest.raises(ValueError, match=f"{file} is damaged"):
         counts.of_table(0)
-
-
-@pytest.mark.parametrize("device_rows", [1, 2, 3, 4, 7, 11])
-def test_the_most_named_rows_are_on_the_device(device_rows: int) -> None:
-    named = np.concatenate(arrays())
-    resident = most_named(arrays(), device_rows)
-    chosen = np.concatenate([resident(start, min(start + 3, 11)).numpy() for start in range(0, 11, 3)])
-    assert chosen.sum() == device_rows
-    assert set(np.flatnonzero(chosen)) == set(np.argsort(-named.astype(np.int64), kind="stable")[:device_rows])

@@ -5,7 +5,7 @@ import pytest
 
 from dlrm_bench.dlrm.data.distributions import hashed_ids, zipf_ids
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
-from dlrm_bench.dlrm.tables.row_rates import RowRates, counted_rates, random_rates
+from dlrm_bench.dlrm.tables.row_rates import RowRates, assumed_rates, counted_rates, random_rates, row_rates
 
 
 def exact(rows: int, hot: int, ids: IdStatistics) -> np.ndarray:
@@ -73,3 +73,20 @@ def test_counts_of_many_samples_are_the_rates() -> None:
     rates = counted_rates(np.array([0, 1000, 10, 500, 10], dtype=np.uint16), 100)
     assert rates.rates.tolist() == [10, 5, 0.1, 0]
     assert rates.rows.tolist() == [1, 1, 2, 1]
+
+
+def test_the_rates_of_rows_are_those_of_their_classes() -> None:
+    counts = np.array([0, 7, 1, 0, 1, 2, 0, 1], dtype=np.uint8)
+    rates = row_rates(counts, 10)
+    classes = counted_rates(counts, 10)
+    assert sorted(rates.tolist(), reverse=True) == pytest.approx(np.repeat(classes.rates, classes.rows.astype(int)))
+    assert (rates[counts == 0] > 0).all(), "a row that none named has a rate, too"
+    assert rates.argmax() == 1
+
+
+def test_assumed_rates_sum_to_a_samples_ids_and_prefer_tables_of_many_ids_and_their_first_rows() -> None:
+    many, few = assumed_rates(100_000, 100), assumed_rates(100_000, 3)
+    assert many.sum() == pytest.approx(100, rel=0.01)
+    assert few.sum() == pytest.approx(3, rel=0.05)
+    assert (np.diff(few) <= 0).all()
+    assert few[0] > many[-1] > few[1000]

@@ -1,20 +1,20 @@
 """Places and moves of rows against a model of dictionaries, and how few rows are missing after a while."""
 
-from collections.abc import Callable
-
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.tables.tiers.placement import HEAD_START, Placement, PlacementSizes
+from dlrm_bench.dlrm.tables.tiers.placement import Placement, PlacementSizes
 
 CPU = torch.device("cpu")
 
 
-def first_rows(device_rows: int) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: torch.arange(start, stop) < device_rows
+def nothing_known(rows: int) -> NDArray[np.float32]:
+    """The first rows are on the device, of counts of 0."""
+    return np.zeros(rows, np.float32)
 
 
 @st.composite
@@ -56,7 +56,7 @@ class Model:
 @given(runs())
 def test_rows_move_as_the_model_allows(run: tuple[PlacementSizes, list[list[int]]]) -> None:
     sizes, batches = run
-    placement = Placement(sizes, CPU, first_rows(sizes.device_rows))
+    placement = Placement(sizes, CPU, nothing_known(sizes.rows))
     model = Model(placement)
     assert sorted(model.row_at) == list(range(sizes.rows)), "each place has a row"
     every, counted = set(range(sizes.rows)), [0, 0, 0, 0]
@@ -90,7 +90,7 @@ def test_rows_move_as_the_model_allows(run: tuple[PlacementSizes, list[list[int]
 
 def test_missing_rows_come_as_long_as_others_may_leave() -> None:
     sizes = PlacementSizes(rows=20, device_rows=10, guests=6, window=4)
-    placement = Placement(sizes, CPU, first_rows(10))
+    placement = Placement(sizes, CPU, nothing_known(20))
     moved = [int(placement.plan(torch.tensor(batch, dtype=torch.int32)).early[1]) for batch in ([10, 11], [12, 13, 14])]
     assert moved == [2, 3]
     assert int(placement.plan(torch.tensor([15, 16, 17, 18, 19], dtype=torch.int32)).early[1]) <= 4
@@ -98,7 +98,7 @@ def test_missing_rows_come_as_long_as_others_may_leave() -> None:
 
 def test_a_row_that_every_batch_names_comes_to_the_device_and_stays_there() -> None:
     sizes = PlacementSizes(rows=400, device_rows=40, guests=8, window=4)
-    placement = Placement(sizes, CPU, first_rows(40))
+    placement = Placement(sizes, CPU, nothing_known(400))
     generator = torch.Generator().manual_seed(0)
     for batch in range(200):
         rows = torch.cat([torch.tensor([390, 395]), torch.randint(400, (3,), generator=generator)])
@@ -114,7 +114,7 @@ class Zipf:
     rows, ids = 20_000, 2_000
 
     def __init__(self, share: float, knows: bool) -> None:
-        """knows: the most frequent rows are on the device at first, with a head start."""
+        """knows: how many batches name each row."""
         self._generator = torch.Generator().manual_seed(0)
         self._probability = 1 / torch.arange(1, self.rows + 1, dtype=torch.float64) ** 1.05
         self._number = torch.randperm(self.rows, generator=self._generator)
@@ -122,8 +122,8 @@ class Zipf:
         self._best = torch.zeros(self.rows, dtype=torch.bool)
         self._best[self._number[:device_rows]] = True
         sizes = PlacementSizes(rows=self.rows, device_rows=device_rows, guests=400, window=200, halving=1024)
-        first = (lambda start, stop: self._best[start:stop]) if knows else first_rows(device_rows)
-        self._placement = Placement(sizes, CPU, first, HEAD_START if knows else 0)
+        known = -torch.expm1(-self.ids * self._probability / self._probability.sum())[self._number.argsort()]
+        self._placement = Placement(sizes, CPU, known.float().numpy() if knows else nothing_known(self.rows))
 
     def misses(self, batches: int) -> float:
         """Returns the missing rows of so many batches over those of the best fixed placement."""
@@ -145,5 +145,30 @@ def test_misses_come_near_those_of_the_best_fixed_placement(share: float) -> Non
     assert found.misses(100) < 1.2
 
 
-def test_a_known_placement_is_kept_while_counts_are_small() -> None:
-    assert Zipf(0.5, knows=True).misses(100) < 1.1
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_a_known_placement_is_kept(share: float) -> None:
+    assert Zipf(share, knows=True).misses(100) < 1.1
+
+
+@pytest.mark.parametrize("device_rows", [2, 3, 4, 7, 11])
+def test_the_rows_expected_most_are_on_the_device_the_first_of_equal_ones(device_rows: int) -> None:
+    shares = np.array([0, 0.3, 0.1, 1, 0.1, 0.1, 0, 0.002, 0, 0.3, 0], np.float32)
+    sizes = PlacementSizes(rows=11, device_rows=device_rows, guests=1, window=1, halving=100)
+    placement = Placement(sizes, CPU, shares)
+    expected = sorted(range(11), key=lambda row: -shares[row])[:device_rows]
+    assert (placement.place < device_rows).nonzero().view(-1).tolist() == sorted(expected)
+    assert placement.state.counts.view(-1)[:11].tolist() == [0, 30, 10, 100, 10, 10, 0, 0, 0, 30, 0]
+
+
+def test_rows_that_few_batches_named_do_not_drive_out_those_expected_more_often() -> None:
+    """Of 4,000 rows that as many batches name, few are named in the first ones; a thousand others are named once."""
+    shares = np.concatenate([np.full(4_000, 0.02, np.float32), np.full(36_000, 1e-4, np.float32)])
+    sizes = PlacementSizes(rows=40_000, device_rows=4_200, guests=200, window=100)
+    placement = Placement(sizes, CPU, shares)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        rows = torch.cat(
+            [torch.randint(4_000, (80,), generator=generator), torch.randint(36_000, (4,), generator=generator) + 4_000]
+        )
+        placement.plan(rows.int().sort().values)
+    assert int(placement.state.counters[1]) <= 4 * 300, "none of the 4,000 was missing"

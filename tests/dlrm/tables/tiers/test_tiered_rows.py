@@ -1,17 +1,19 @@
-"""Matrices of rows on two tiers read and write what one matrix would; each table has its first rows on the device."""
+"""Matrices of rows on two tiers read and write what one matrix would."""
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.tables.tiers import tiered_rows
 from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
-from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows, first_rows
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
 
 CPU = torch.device("cpu")
 SIZES = PlacementSizes(rows=50, device_rows=20, guests=8, window=4)
+NONE = np.zeros(50, np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +24,7 @@ def one_rank() -> Iterator[None]:
 
 
 def test_matrices_are_read_and_written_in_the_order_of_rows_while_rows_move() -> None:
-    rows = TieredRows(SIZES, 16, CPU, first_rows((10, 40), 20))
+    rows = TieredRows(SIZES, 16, CPU, NONE)
     values = torch.rand(40, 2, 16)
     weights, state = rows.of_table(10, 40)
     weights.copy_(values[:, 0])
@@ -42,18 +44,10 @@ def test_matrices_are_read_and_written_in_the_order_of_rows_while_rows_move() ->
     assert rows.describe()["moved"] == 8
 
 
-def test_small_tables_are_on_the_device_whole() -> None:
-    resident = first_rows((3, 100, 50, 7), 40)(0, 160)
-    assert [int(part.sum()) for part in resident.split((3, 100, 50, 7))] == [3, 15, 15, 7]
-    assert resident[3:18].all()
-    for device_rows in range(2, 161):
-        assert int(first_rows((3, 100, 50, 7), device_rows)(0, 160).sum()) == device_rows
-
-
 def test_memory_that_cannot_be_had_is_an_error_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: object) -> None:
         raise OSError("30 GB of host memory are needed, 2.0 GB are free")
 
     monkeypatch.setattr(tiered_rows, "host_zeros", no_memory)
     with pytest.raises(ValueError, match=r"--table-memory: rank 0: 30 GB of host memory are needed"):
-        TieredRows(SIZES, 16, CPU, first_rows((50,), 20))
+        TieredRows(SIZES, 16, CPU, NONE)
