@@ -27,9 +27,9 @@ def print_tiers(
     loads = tier_loads(plan, tables, config.optimizer.tables, memory, samples, rates)
     table = Table(
         title="weights and optimizer state on two tiers; a rank and an iteration",
-        caption=f"us: both ways, at {costs.host_rows_bytes_per_us / 1e3:g} GB/s for both together, which kernels reach "
-        f"with rows of 1 KB on {costs.measured_on}. Misses by {source}, with the rows that are named most often on the "
-        "device from the first iteration on: a placement that learns them while it trains misses more",
+        caption=f"us: at {costs.host_rows_per_us:g} rows a microsecond, both ways, which kernels reach with rows of up "
+        f"to 1 KB on {costs.measured_on}. Misses by {source}, with the rows that are named most often on the device "
+        "from the first iteration on: a placement that learns them while it trains misses more",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

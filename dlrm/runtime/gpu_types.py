@@ -58,8 +58,8 @@ class GpuCosts:
     """Rate at which bytes leave a rank through peer memory."""
     host_memory_bytes: int
     """Memory of the host, a GPU's share."""
-    host_rows_bytes_per_us: float
-    """Rate at which kernels move table rows from and to the host's memory, both directions together."""
+    host_rows_per_us: float
+    """Rate at which kernels exchange table rows of at most 1 KB, weights and state, with the host's memory."""
 
     @property
     def tables_us(self) -> float:
@@ -119,9 +119,8 @@ _H200_COSTS = GpuCosts(
     peer_bytes_per_us=353e3,
     # What each GPU of the measured machines comes with.
     host_memory_bytes=128 << 30,
-    # A kernel on rows of 1 KB, drawn anew each time over 48 GB of registered pages of 4 KB: 25 to 30e3 in one
-    # direction, 28e3 in both together, with 16 blocks as with 132.
-    host_rows_bytes_per_us=28e3,
+    # Of 512 bytes as of 1 KB, at random places of 40 GB, in one direction as in both, by 8 blocks as by 132.
+    host_rows_per_us=28.0,
 )
 
 H200 = GpuType(

@@ -84,8 +84,10 @@ def assumed_rates(rows: int, hot: int) -> NDArray[np.float32]:
     data sets tend to do, and the others to be any row. So a table whose samples have many ids comes before one of as
     many rows and few ids.
     """
-    first = 1 / (math.log(rows + 1) * np.arange(1, rows + 1, dtype=np.float32))
-    return np.asarray(first + np.float32((hot - 1) / rows), np.float32)
+    rates = np.arange(1, rows + 1, dtype=np.float32)
+    np.divide(np.float32(1 / math.log(rows + 1)), rates, out=rates)  # in place: tables are large
+    rates += np.float32((hot - 1) / rows)
+    return rates
 
 
 def _rates_by_count(

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from dlrm_bench.kernels.benchmark.timing import Case, sorted_ids_case
 from dlrm_bench.kernels.embedding.plan_moves import NUMBERS, Moves, PlacementState, plan_moves
-from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
+from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows, triton_exchange_rows
 
 _ROWS, _COLUMNS = 1 << 22, 128
 # Missing of 512 and of 6,912 samples a GPU on two, half of the rows on the device, by a simulation.
@@ -22,14 +23,34 @@ def _tiers() -> Tiers:
     return Tiers(torch.zeros(shape, device="cuda"), torch.zeros(shape, pin_memory=True))
 
 
+@functools.cache
+def _factors() -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
+    a, b = torch.randn(2, 8192, 4096, device="cuda", dtype=torch.bfloat16).unbind()
+    return a, b.t(), torch.cuda.Stream(priority=-1)
+
+
+def _beside_products(run: Callable[[], None]) -> None:
+    """Exchanges, and multiplies two pairs of matrices meanwhile (0.55 TFLOP each, some 0.7 ms), which want every
+    multiprocessor."""
+    a, b, products = _factors()
+    products.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(products):
+        for _ in range(2):
+            torch.mm(a, b)
+    run()
+    torch.cuda.current_stream().wait_stream(products)
+
+
 def tiered_rows_cases() -> Iterator[Case]:
     tiers, bytes_of_row = _tiers(), 4 * _COLUMNS
     for count in _MISSING:
         on_device, in_host = (torch.randperm(_ROWS, device="cuda")[:count].int() for _ in range(2))
         bounds = torch.tensor([0, count], dtype=torch.int32, device="cuda")
-        for programs in (4, 8, 16, 32, 132):
-            run = partial(exchange_rows, tiers, on_device, in_host, bounds, programs)
-            yield Case("exchange_rows", f"{count} rows, {programs} programs", 4 * bytes_of_row * count, run)
+        for words, exchange in (("", exchange_rows), (", by Triton", triton_exchange_rows)):
+            run = partial(exchange, tiers, on_device, in_host, bounds)
+            yield Case("exchange_rows", f"{count} rows{words}", 4 * bytes_of_row * count, run)
+            beside = partial(_beside_products, run)
+            yield Case("exchange_rows", f"{count} rows{words}, beside products", 4 * bytes_of_row * count, beside)
     places = _ROWS + torch.randperm(_ROWS, device="cuda")[: _MISSING[1]].int()
     rows = torch.zeros(len(places), _COLUMNS, device="cuda")
     for writes in (False, True):

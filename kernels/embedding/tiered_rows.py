@@ -4,22 +4,29 @@ A row is its weights and its optimizer state, one after the other. Rows at place
 places from P on in host memory. Both lie in one address space, so one kernel reaches either: the offset from the
 device's memory of a row at place p is p * stride, and in host memory `host_offset` more.
 
-Exchanges go over the link to the host, which a few programs fill. More would hold multiprocessors that others wait for.
+Exchanges go over the link to the host at some 28 rows a microsecond, of 512 bytes as of 1 KB, in one direction as in
+both (one H200, rows at random places of 40 GB; 40 rows a microsecond in the order of their places). Pages of 4 KB, of 2
+MB and of hugetlbfs make no difference, nor do 8 programs, 16, 32 or 132. But programs that hold multiprocessors make
+products wait for them: on Hopper an exchange is warps that fit beside a product's blocks, see exchange_rows.cu.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._call import function
+from dlrm_bench.kernels._cuda import Kernel, available, multiprocessors
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 _TILE_ELEMENTS = 4096  # that a program has in flight
-PROGRAMS = 16
-"""Programs of an exchange: 16 had the throughput of 132 on one H200, 25 to 30 GB/s."""
+_PROGRAMS = 8  # of an exchange by Triton
+_SOURCE = Path(__file__).with_name("exchange_rows.cu")
 
 
 class Tiers(NamedTuple):
@@ -145,7 +152,6 @@ class ExchangeRows(NamedTuple):
     """int32 [W], each k's its own: in 0 .. H - 1."""
     bounds: Tensor
     """int32 [2], on the device."""
-    programs: int = PROGRAMS
 
     def launch(self) -> None:
         """Checks the arguments and exchanges."""
@@ -154,10 +160,12 @@ class ExchangeRows(NamedTuple):
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in self[1:4]), "int32, contiguous"
         if len(self.tiers.host) == 0:
             return
-        if self.tiers.device.is_cuda:
-            self.triton()
-        else:
+        if not self.tiers.device.is_cuda:
             self.plain()
+        elif available():
+            self.cuda()
+        else:
+            self.triton()
 
     def plain(self) -> None:
         """Exchanges in PyTorch."""
@@ -172,14 +180,34 @@ class ExchangeRows(NamedTuple):
         """Exchanges in one kernel."""
         elements = self.tiers.device[0].numel()
         tile = max(1, _TILE_ELEMENTS // elements)
-        _exchange_rows_kernel[(self.programs,)](
-            *self.tiers, self.on_device, self.in_host, self.bounds, self.programs, elements, tile
+        _exchange_rows_kernel[(_PROGRAMS,)](
+            *self.tiers, self.on_device, self.in_host, self.bounds, _PROGRAMS, elements, tile
         )
+
+    def cuda(self) -> None:
+        """Exchanges in one kernel, a warp on each multiprocessor."""
+        device = self.tiers.device.device
+        tensors = (*self.tiers, self.on_device, self.in_host, self.bounds)
+        arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors))
+        _kernel(self.tiers.device[0].numel(), device).launch(multiprocessors(device), arguments)
 
 
 exchange_rows = function(ExchangeRows, ExchangeRows.launch)
 plain_exchange_rows = function(ExchangeRows, ExchangeRows.plain)
 triton_exchange_rows = function(ExchangeRows, ExchangeRows.triton)
+cuda_exchange_rows = function(ExchangeRows, ExchangeRows.cuda)
+
+
+class _Arguments(ctypes.Structure):
+    """exchange_rows.cu's struct Arguments."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("device", "host", "on_device", "in_host", "bounds"))
+
+
+@functools.cache
+def _kernel(elements: int, device: torch.device) -> Kernel:
+    with torch.cuda.device(device):
+        return Kernel(_SOURCE, "exchange_rows", {"ELEMENTS": elements}, 32, 0)
 
 
 @jit

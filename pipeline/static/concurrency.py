@@ -21,9 +21,8 @@ AGREEMENT = Stream(
 )
 TIERS = Stream(
     name="tiers",
-    priority=Priority.FILL,
-    carries="where rows are on two tiers: the sort of the next batch's ids, the places of its rows, and the rows that "
-    "come to the device beside this batch",
+    carries="where rows are on two tiers: the next batch's input dist, the sort of its ids, the places of its rows, "
+    "and rows that come to the device beside this batch; ahead of what it runs beside, as the link takes long",
 )
 LOCAL = Stream(name="local", carries="lookups of replicated tables, and the part of stage 3 without pooled vectors")
 SECOND_HALF = Stream(name="second half", carries="the chain of the second half of a batch in two halves")

@@ -68,15 +68,15 @@ class Iteration:
         """Trains on the batch of `now`, and brings the next one to `ahead`."""
         dense, streams, context = self._dense, self._streams, self._context
         with streams.iteration():
-            with streams.beside(on.INPUT_DIST) as incoming:
+            in_tiers = self._ebc.in_tiers  # what comes over the link to the host takes long: it begins first
+            with streams.beside(on.TIERS if in_tiers else on.INPUT_DIST) as incoming:
                 self._exchange_ids(ahead)
+                if in_tiers:
+                    self._sort_ids(ahead)
+                    self._bring_rows(ahead)
             if self._ebc.splits_rows:
                 with streams.beside(on.AGREEMENT, incoming):
                     self._agree(ahead)
-            if self._ebc.in_tiers:  # what comes over the link to the host takes long: sort and places come first
-                with streams.beside(on.TIERS, incoming) as arriving:
-                    self._sort_ids(ahead)
-                    self._bring_rows(ahead)
             with record_function("embedding_forward"):
                 pooled, forward = self._embedding_forward(now)
             last = forward.parts[-1]
@@ -88,9 +88,9 @@ class Iteration:
                     self._ebc.update_replicated(now.ids, dense.gradients, self._guard.watch)
             with record_function("embedding_backward"):
                 tables = self._embedding_backward(now, pooled, forward, backward)
-            if self._ebc.in_tiers:
+            if in_tiers:
                 with streams.on(tables):
-                    streams.join(arriving)
+                    streams.join(incoming)
                     self._ebc.bring_late_rows(ahead.ids)
             else:  # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, in small blocks.
                 with streams.beside(on.SORT, incoming, last):

@@ -17,7 +17,7 @@ from dlrm_bench.dlrm.tables.row_rates import RowRates
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
-_GB = 1e9
+_GB, _KB = 1e9, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class TierLoad:
     """Bytes that come to the device, and as many that leave it."""
 
     def us(self, costs: GpuCosts) -> float:
-        """Returns the microseconds of both directions, which share the link where kernels move rows."""
-        return 2 * self.moved_bytes / costs.host_rows_bytes_per_us
+        """Returns the microseconds of the exchanges: a row up to 1 KB takes the same time, a larger one more."""
+        return max(self.missed_rows, self.moved_bytes / _KB) / costs.host_rows_per_us
 
 
 def tier_loads(

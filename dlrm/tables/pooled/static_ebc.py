@@ -381,11 +381,12 @@ def _tiers(layout: Layout, shape: TBEShape, updates: TableUpdates, memory: Table
     rows = sum(shape.rows)
     device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
     sizes = PlacementSizes.of_batches(rows, device_rows, shape.parts * shape.samples * sum(shape.hot))
-    own = plan.of_rank(ranks.rank)
-    if memory.counts is None:
-        rates = [assumed_rates(shard.rows(tables), tables.hot[shard.table]) for shard in own]
-    else:
-        counts = read_counts(memory.counts, tables)
-        rates = [counts.row_rates(shard.table) for shard in own]
-    of_batch = np.concatenate(rates) * np.float32(shape.parts * shape.samples)
-    return TieredRows(sizes, shape.columns, ranks.device, -np.expm1(-of_batch))
+    counts = None if memory.counts is None else read_counts(memory.counts, tables)
+    expected, start = np.empty(rows, np.float32), 0
+    for shard in plan.of_rank(ranks.rank):
+        of_table, hot = tables.rows[shard.table], tables.hot[shard.table]
+        rates = assumed_rates(of_table, hot) if counts is None else counts.row_rates(shard.table)
+        expected[start : start + of_table] = rates
+        start += of_table
+    expected *= shape.parts * shape.samples
+    return TieredRows(sizes, shape.columns, ranks.device, expected)

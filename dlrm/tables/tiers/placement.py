@@ -80,11 +80,11 @@ class Placement:
         self,
         sizes: PlacementSizes,
         device: torch.device,
-        shares: NDArray[np.float32],
+        expected: NDArray[np.float32],
     ) -> None:
-        """shares: the share of batches that is expected to name each row, [R]. The P rows of the largest
-        ones are on the device at first, of equal ones the first."""
-        assert shares.shape == (sizes.rows,), "a share for each row"
+        """expected: the number of a batch's ids that are expected to name each row, [R]. The P rows of the largest
+        numbers are on the device at first, of equal ones the first."""
+        assert expected.shape == (sizes.rows,), "a number for each row"
         self.sizes = sizes
         stripe = sizes.rows // sizes.halving + 1
         ring = torch.arange(sizes.device_rows - sizes.guests, sizes.device_rows, dtype=torch.int32, device=device)
@@ -106,7 +106,7 @@ class Placement:
         slots = torch.zeros(2, sizes.window, dtype=torch.int32, device=device)
         bounds = torch.zeros(2, 2, dtype=torch.int32, device=device)
         self._moves = Moves(*slots.unbind(), *bounds.unbind())
-        self._settle(shares)
+        self._settle(expected)
 
     @property
     def place(self) -> Tensor:
@@ -132,16 +132,17 @@ class Placement:
 
     # Construction
 
-    def _settle(self, shares: NDArray[np.float32]) -> None:
+    def _settle(self, expected: NDArray[np.float32]) -> None:
         """Gives all rows their first places, in the order of the rows, and their first counts."""
         on_device, in_host, device = 0, self.sizes.device_rows, self.place.device
-        least, last = _least_and_last(shares, self.sizes.device_rows)
+        least, last = _least_and_last(expected, self.sizes.device_rows)
         counts = self.state.counts.view(-1)
         for rows in pieces(self.sizes.rows, _ROWS_AT_A_TIME):
-            part = torch.from_numpy(shares[rows]).to(device)
+            part = torch.from_numpy(expected[rows]).to(device)
             number = torch.arange(rows.start, rows.stop, device=device)
             stays = (part > least) | ((part == least) & (number <= last))
-            counts[rows] = (part * self.sizes.halving).round().clamp(max=_MOST).to(torch.uint8)
+            of_batches = -torch.expm1(-part) * self.sizes.halving  # which name the row once or more
+            counts[rows] = of_batches.round().clamp(max=_MOST).to(torch.uint8)
             of_device, of_host = stays.cumsum(0), (~stays).cumsum(0)
             self.place[rows] = torch.where(stays, of_device + (on_device - 1), of_host + (in_host - 1)).int()
             staying = stays.nonzero().view(-1) + rows.start
@@ -150,11 +151,11 @@ class Placement:
         assert on_device == self.sizes.device_rows, f"{on_device} rows for {self.sizes.device_rows} places"
 
 
-def _least_and_last(shares: NDArray[np.float32], count: int) -> tuple[float, int]:
-    """Returns the least of the `count` largest shares, and the last row of this share that is one of the `count`."""
-    least = np.partition(shares, len(shares) - count)[len(shares) - count]
-    equal = np.flatnonzero(shares == least)
-    return float(least), int(equal[count - np.count_nonzero(shares > least) - 1])
+def _least_and_last(numbers: NDArray[np.float32], count: int) -> tuple[float, int]:
+    """Returns the least of the `count` largest numbers, and the last of its places that is one of the `count`."""
+    least = np.partition(numbers, len(numbers) - count)[len(numbers) - count]
+    equal = np.flatnonzero(numbers == least)
+    return float(least), int(equal[count - np.count_nonzero(numbers > least) - 1])
 
 
 def pieces(rows: int, size: int) -> Iterator[slice]:

@@ -27,9 +27,9 @@ class TieredRows:
         sizes: PlacementSizes,
         columns: int,
         device: torch.device,
-        shares: NDArray[np.float32],
+        expected: NDArray[np.float32],
     ) -> None:
-        """shares: as Placement takes them. Collective. ValueError, on every rank, where any cannot have the memory."""
+        """expected: as Placement takes it. Collective. ValueError, on every rank, where any cannot have the memory."""
         memory, error = None, None
         try:
             host = host_zeros(sizes.rows - sizes.device_rows, columns, device)
@@ -39,7 +39,7 @@ class TieredRows:
         _raise_on_all_ranks(error)
         assert memory is not None
         self.memory = memory
-        self.placement = Placement(sizes, device, shares)
+        self.placement = Placement(sizes, device, expected)
         self._moves: Moves | None = None
 
     def bring(self, rows: Tensor) -> None:
