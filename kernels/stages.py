@@ -23,7 +23,7 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_outgoing_kernel": ("plan_moves", INPUT_DIST),
     "_exchange_kernel": ("plan_moves", INPUT_DIST),
     "_exchange_rows_kernel": ("tiered_rows", INPUT_DIST),
-    "exchange_rows": ("tiered_rows", INPUT_DIST),
+    "exchange_rows": ("exchange_rows", INPUT_DIST),
     "_copy_rows_kernel": ("tiered_rows", None),
     "sort_ids_count": ("sort_ids", INPUT_DIST),
     "sort_ids_pass": ("sort_ids", INPUT_DIST),

@@ -130,7 +130,7 @@ def caveats(record: Record) -> list[str]:
     throttled."""
     run, found = record.run, []
     if run["git"]["dirty"]:
-        found.append("source tree differed from its commit")
+        found.append("files of the checkout differed from its commit")
     telemetry = run.get("conditions")
     if telemetry and telemetry["throttled"]:
         reasons = ", ".join(sorted({span["reason"] for span in telemetry["throttling"]}))

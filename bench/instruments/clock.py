@@ -119,15 +119,16 @@ class IterationClock:
         For a thread that ends a run whose own thread may be blocked anywhere, or may continue meanwhile.
         """
         for _ in range(_TRIES):
+            read = self._started, len(self._ms)  # changes before a mark is used again
             marks, iterations = list(self._marks), self._iterations  # no other thread runs in a copy
             known = array("f", self._ms)
             # A mark that is being read is in neither list or in both; the last lap may not be counted yet.
             if len(known) + max(0, len(marks) - 1) - iterations in (0, 1):
                 known.extend(self._passed_ms(marks))
-                if not marks or (self._marks and self._marks[0] is marks[0]):  # else some may have been used again
+                if read == (self._started, len(self._ms)):
                     return np.array(known, dtype=np.float32)
             time.sleep(1e-3)
-        return np.array(self._ms, dtype=np.float32)
+        return np.array(array("f", self._ms), dtype=np.float32)  # while NumPy reads an array, it cannot grow
 
     @staticmethod
     def _passed_ms(marks: Sequence[_Mark]) -> Iterator[float]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -194,24 +195,45 @@ def test_another_thread_reads_beside_one_that_goes_on(monkeypatch: pytest.Monkey
     """Never a time that is none, nor one more or less than a mark that is being read."""
     monkeypatch.setattr(clock_module, "MAX_LIVE_MARKS", 8)
     clock = IterationClock(CPU)
-    over = threading.Event()
-
-    def train() -> None:
-        while not over.is_set():
-            run_stretches(clock, 50)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    seen = []
-    for _ in range(300):
-        before = clock.iterations
-        seen.append((before, clock.so_far_ms()))
-    over.set()
-    thread.join()
+    thread = threading.Thread(target=run_stretches, args=(clock, *[50] * 400))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        seen = []
+        while thread.is_alive():
+            before = clock.iterations
+            seen.append((before, clock.so_far_ms()))
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     times = clock.local_ms()
+    assert len(times) == 20_000
+    assert len(seen) > 10
     for before, known in seen:
         assert len(known) >= before - 8  # all but the marks, where the other thread went on in each try
-        assert known.tolist() == times[: len(known)].tolist()
+        assert np.array_equal(known, times[: len(known)])
+
+
+def test_reading_does_not_keep_the_clock_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all tries are used up: NumPy lets other threads run while it copies, and laps go on."""
+    clock = IterationClock(CPU)
+    clock._ms.extend([1.0] * 1_000_000)
+    monkeypatch.setattr(clock_module, "_TRIES", 0)
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            clock.so_far_ms()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(100_000):
+            clock._ms.append(2.0)
+    finally:
+        over.set()
+        reader.join()
 
 
 def test_frozen_gc_restores_the_collector() -> None:
