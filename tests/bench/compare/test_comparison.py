@@ -144,7 +144,7 @@ def test_balanced_pairs_of_the_same_program_under_drift_are_no_difference() -> N
         ({"machine": {**H200, "sm_clock_max_mhz": 1700}}, "largest SM clock"),
         ({"telemetry": telemetry(clock=1700)}, "SM clock during the run"),
         ({"telemetry": telemetry(throttled=True)}, r"b: throttled \(power cap\) in 2 of 2 runs"),
-        ({"git": {"commit": "0123abc", "dirty": True}}, "b: files of the checkout differed from its commit in 2 of 2 runs"),
+        ({"git": {"commit": "0123abc", "dirty": True}}, "b: files of the checkout differed from its commit in 2 of 2"),
         ({"config": configured(local_batch_size=256)}, "global batch differs: 1024 in .*, 512 in"),
         ({"config": configured(precision="bf16")}, "precision differs"),
         ({"world_size": 4}, "number of ranks differs: 2 in .*, 4 in"),
