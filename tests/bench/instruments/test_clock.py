@@ -195,21 +195,27 @@ def test_another_thread_reads_beside_one_that_goes_on(monkeypatch: pytest.Monkey
     """Never a time that is none, nor one more or less than a mark that is being read."""
     monkeypatch.setattr(clock_module, "MAX_LIVE_MARKS", 8)
     clock = IterationClock(CPU)
-    thread = threading.Thread(target=run_stretches, args=(clock, *[50] * 400))
+    over = threading.Event()
+
+    def train() -> None:
+        while not over.is_set():
+            run_stretches(clock, 50)
+            time.sleep(1e-5)
+
+    thread = threading.Thread(target=train)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         thread.start()
         seen = []
-        while thread.is_alive():
+        for _ in range(200):
             before = clock.iterations
             seen.append((before, clock.so_far_ms()))
+        over.set()
         thread.join()
     finally:
         sys.setswitchinterval(interval)
     times = clock.local_ms()
-    assert len(times) == 20_000
-    assert len(seen) > 10
     for before, known in seen:
         assert len(known) >= before - 8  # all but the marks, where the other thread went on in each try
         assert np.array_equal(known, times[: len(known)])

@@ -20,8 +20,7 @@ for _ in range(200):
     hidden = model(dense)
     total = hidden.square().mean()
     for row in rows:
-        weight = scale * row
-        total = total + hidden[row].sum() * weight.sum()  # planted
+        total = total + hidden[row].sum() * (scale * row).sum()  # planted
     total.backward()
     optimizer.step()
     optimizer.zero_grad()
