@@ -34,8 +34,6 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
             return reasons.NOT_TRIMMED(module=one.name, kind=one.kind)
         if waiting := one.module.reading_features():
             return reasons.READS_SIZES(module=one.name, features=", ".join(waiting))
-        if len(one.module.declared.per_batch) > 1:
-            return reasons.SEVERAL_SIZES(module=one.name)
         if getattr(one.module, "gives_ids", False):
             return reasons.GIVES_IDS(module=one.name)
     whys = (_of_kernel(name, kernel) for name, kernel in lookup_kernels(modules))

@@ -231,6 +231,7 @@ class FiveStagePipeline(Generic[In, Out]):
         """All stages by one graph, but for the dense update where that is not in it."""
 
         def distribute() -> None:
+            self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
             self._input_dist(now, "features")
             self._streams.wait(now.distributed)
 

@@ -33,8 +33,9 @@ class TableRates:
         return bool(self._marked) or not self._kernels
 
     def begin_capture(self) -> bool:
-        """Remembers the rates; returns whether graphs are to be kept, to be changed later."""
-        self._rates, self._marking, self._marked = self._now(), self._can_mark, []
+        """Remembers the rates, which captured graphs have too; returns whether graphs are to be kept, to be changed
+        later."""
+        self._rates, self._marking = self._now(), self._can_mark
         return self._marking
 
     def mark(self) -> None:
@@ -43,7 +44,8 @@ class TableRates:
             self._fill(self._marks)
 
     def end_capture(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> bool:
-        """Puts the rates back. Returns False where a mark has come to no kernel: capture again, then without marks."""
+        """Puts the rates back. graphs: those captured since the begin. Returns False where a mark has come to no
+        kernel: drop all graphs and capture again, then without marks."""
         self._fill(self._rates)
         if not (self._marking and graphs):
             return True
@@ -51,9 +53,13 @@ class TableRates:
         marked = [MarkedArguments(graph, self._marks) for graph in graphs]
         self._can_mark = all(len(of.found) == len(self._marks) for of in marked)
         if self._can_mark:
-            self._marked = marked
+            self._marked += marked
             self._set()
         return self._can_mark
+
+    def dropped(self) -> None:
+        """Forgets the captured graphs, which are destroyed."""
+        self._marked = []
 
     def are_as_before(self) -> bool:
         """Returns whether the lookups' rates are those of the last look."""

@@ -45,9 +45,9 @@ class Processed(Everything):
 SEVERAL = [dict.fromkeys(LENGTHS, count) for count in (20, 30)]
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "nothing": (Sequence, {"sequence_lengths": LENGTHS}),
+    "nothing, of several sizes": (Sequence, {"batch_ids": SEVERAL}),
     "items gives ids with its vectors": (unprocessed, {"sequence_lengths": LENGTHS}),
     "processed has feature processors": (Processed, {"sequence_lengths": LENGTHS}),
-    "batches of items are of several sizes": (Sequence, {"batch_ids": SEVERAL}),
     "the input dist of context, history of items": (
         Sequence,
         {"sequence_lengths": {"history": 6}},
@@ -66,6 +66,7 @@ def whys(ranks: Ranks) -> dict[str, str | None]:
 def test_models_that_no_graph_takes_are_named(run_ranks: Callable[..., Any]) -> None:
     (found,) = run_ranks(1, whys)
     assert found.pop("nothing") is None
+    assert found.pop("nothing, of several sizes") is None
     for name, why in found.items():
         assert why is not None
         assert name in why
