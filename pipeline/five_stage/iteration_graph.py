@@ -35,6 +35,7 @@ from .captured_update import CapturedUpdate
 from .cuda_graph import destroy, record
 from .dense_graph import DenseGraph
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
+from .feature_processors import FeatureProcessors
 from .in_flight import InFlight
 from .input_dist import Distribution, InputDist
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
@@ -65,6 +66,7 @@ class IterationGraph:
     def __init__(
         self,
         dense: DenseGraph,
+        processors: FeatureProcessors,
         replicated: ReplicatedTables,
         optimizer: torch.optim.Optimizer,
         input_dists: InputDist,
@@ -73,8 +75,10 @@ class IterationGraph:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        """dense: of the whole model, without graphs of its own, and of replicated tables. group: all ranks'."""
-        self._dense, self._replicated, self._input_dists, self._lookups = dense, replicated, input_dists, lookups
+        """dense: of the whole model, without graphs of its own, and of processors and replicated tables. group: all
+        ranks'."""
+        self._dense, self._processors, self._replicated = dense, processors, replicated
+        self._input_dists, self._lookups = input_dists, lookups
         self._streams, self._device, self._group = streams, device, group
         self._update = CapturedUpdate(optimizer, dense.parameters)
         self._rates = TableRates([kernel for _, kernel in lookup_kernels(lookups.called)])
@@ -122,7 +126,7 @@ class IterationGraph:
         """Takes the form of the first batch; returns what keeps such batches out of a graph."""
         modules = self._lookups.called
         if (why := why_no_iteration_of(modules, features)) is None:
-            self._forms = BatchForms(batch, features, [one.module.declared for one in modules])
+            self._forms = BatchForms(batch, features, [one.collection.declared for one in modules])
             of_modules = ((one, kjt.stride()) for one, kjt in zip(modules, features, strict=True) if _varying(one))
             self._capacities = {one.name: one.module.row_capacities(stride) for one, stride in of_modules}
         return why
@@ -274,17 +278,16 @@ class IterationGraph:
             self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
         self._rates.mark()
         with stage("embedding_forward", self._device):
-            of_modules = zip(lookups.called, slot.contexts, slot.features, strict=True)
             with self._replicated.looked_up():
-                awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
+                awaited = self._processors.look_up(lookups.called, slot.contexts, slot.features)
             outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
         with stage("dense_forward_backward", self._device):
             output, grads = self._dense.launch(slot.batch, slot.stand_ins, lookups, outputs)
         made = streams.mark()
         with stage("embedding_backward", self._device):
             embedding_backward(outputs, grads)
-            if self._replicated.parameters:
-                self._dense.keep_of_processors(self._replicated.gradients())
+            if of_modules := [*self._processors.gradients(), *self._replicated.gradients()]:
+                self._dense.keep_of_processors(of_modules)
                 made = streams.mark()
         updated = self._dense_update(after=made) if self.updates else None
         for event in (updated, brought):
@@ -329,6 +332,7 @@ class IterationGraph:
         torch.clear_autocast_cache()
         if (replaced := self._dense.put_back()) is not None:
             error = error or f"{replaced}, which no replay does"
+        error = self._processors.why_not_captured or error
         self._dense.gradients.publish()
         self.captures += 1
         if not self._pairs.is_new(pair):

@@ -19,11 +19,18 @@ class Reason:
 
 NOT_TRIMMED = Reason(
     "{module} is a {kind}, whose input dist reads the device: shard an EmbeddingBagCollection by "
-    "TrimmedEBCSharder(multi_hot_sizes), an EmbeddingCollection by TrimmedECSharder(sequence_lengths)"
+    "TrimmedEBCSharder(multi_hot_sizes), with feature processors by "
+    "FeatureProcessedEmbeddingBagCollectionSharder(TrimmedEBCSharder(multi_hot_sizes)), an EmbeddingCollection by "
+    "TrimmedECSharder(sequence_lengths)"
 )
-PROCESSED = Reason(
-    "{module} has feature processors, whose weights get gradients within the lookup: process the features in the "
-    "model, as weights of an EmbeddingBagCollection"
+PROCESSED_ROWS = Reason(
+    "{module} has feature processors and tables split by rows, of whose ids a graph looks up padding too, with weights "
+    "that processors replace: plan its tables table-wise, column-wise or data-parallel"
+)
+PROCESSOR_HOOKS = Reason("hooks of the feature processors of {module} would run at captures only: remove them")
+READ_PAST = Reason(
+    "feature processors read their {parameter} past the module that it is a parameter of, and past that module's "
+    "dicts: read it as an attribute"
 )
 READS_SIZES = Reason(
     "the input dist of {features} of {module} depends on the ids: declare the sizes of all features to the sharder, "
@@ -114,8 +121,8 @@ SECTIONS = (
         "Modules, inputs and tables",
         'An error before training; under `cuda_graph="iteration-or-dense"` a graph of the dense part alone.',
         (
-            *(NOT_TRIMMED, PROCESSED, READS_SIZES, GIVES_IDS, VARIABLE_BATCH, UNDECLARED),
-            *(OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, ROUNDS_AT_RANDOM, RATE_MOVES),
+            *(NOT_TRIMMED, PROCESSED_ROWS, PROCESSOR_HOOKS, READ_PAST, READS_SIZES, GIVES_IDS),
+            *(VARIABLE_BATCH, UNDECLARED, OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, ROUNDS_AT_RANDOM, RATE_MOVES),
         ),
     ),
     Section(
