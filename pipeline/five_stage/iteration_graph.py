@@ -216,6 +216,7 @@ class IterationGraph:
         if graphs is None:
             output = self._rehearse(turn, pair)
         else:
+            self._rates.bring(graphs[turn])
             graphs[turn].replay()
             self.replays += 1
             output = self._pairs.outputs[pair][turn]
