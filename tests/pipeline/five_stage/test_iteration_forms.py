@@ -18,6 +18,7 @@ import dlrm_bench.pipeline.five_stage.iteration_pairs
 import dlrm_bench.pipeline.five_stage.trimmed.capacity_dist
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage.iteration_slots import TURNS
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
@@ -57,6 +58,7 @@ CHANGING = random.Random(5).choices(range(len(IDS)), k=40)
 class Run:
     trained: Trained
     described: dict[str, Any]
+    off: dict[str, str]
 
 
 def data_of(ranks: Ranks, forms: Sequence[int], seed: int = 1) -> list[Any]:
@@ -81,12 +83,13 @@ def train(
     ours: bool,
     each: Callable[[int, Any, Any], None] = lambda *_: None,
     plan: Plan = PLANS["TW"],
+    options: FiveStageOptions = WHOLE,
 ) -> Run:
     """parts: batches of one iterator after the other. each(step, optimizer, model): before every step."""
     model, optimizer = build(ranks, Several, plan, sgd, SHARDERS if ours else None)
-    trained, described = Trained(), {}
+    trained, described, off = Trained(), {}, {}
     pipeline: Any = (
-        FiveStagePipeline(model, optimizer, ranks.device, WHOLE)
+        FiveStagePipeline(model, optimizer, ranks.device, options)
         if ours
         else TrainPipelineSparseDist(model, optimizer, ranks.device)
     )
@@ -94,9 +97,9 @@ def train(
         trained.outputs += drain(pipeline, iter(part), lambda step: each(step, optimizer, model)).outputs
     trained.state = state(model, optimizer)
     if ours:
-        described = pipeline.describe()
+        described, off = pipeline.describe(), pipeline.switched_off
         pipeline.close()
-    return Run(trained, described)
+    return Run(trained, described, off)
 
 
 def compared(ranks: Ranks, parts: Sequence[list[Any]], rtol: float = 0.0, **how: Any) -> dict[str, Any]:
@@ -223,3 +226,32 @@ def test_rows_by_capacity_columns_and_replicas(run_ranks: Any) -> None:
         assert 0 < count < 10
         assert described["captures"] > 4
         assert described["replays"] + described["rehearsals"] + count == len(CHANGING) - EAGER
+
+
+def fails_later(ranks: Ranks) -> tuple[str, dict[str, str]]:
+    """Rank 1 cannot capture the third pair."""
+    prepare(ranks)
+    data, record, captures = data_of(ranks, CHANGING), dlrm_bench.pipeline.five_stage.iteration_graph.record, []
+
+    def failing(work: Any, **how: Any) -> Any:
+        captures.append(work)
+        if ranks.rank == 1 and len(captures) > 2 * TURNS:
+            raise RuntimeError("no memory is left for it")
+        return record(work, **how)
+
+    with patch.object(dlrm_bench.pipeline.five_stage.iteration_graph, "record", failing):
+        with pytest.raises(ValueError, match="cuda_graph='iteration'") as caught:
+            train(ranks, [data], True)
+        captures.clear()
+        ours = train(ranks, [data], True, options=FiveStageOptions(cuda_graph="iteration-or-dense"))
+    theirs = train(ranks, [data], False)
+    torch.testing.assert_close(ours.trained.outputs, theirs.trained.outputs, rtol=0, atol=0)
+    torch.testing.assert_close(ours.trained.state, theirs.trained.state, rtol=0, atol=0)
+    return str(caught.value), ours.off
+
+
+def test_a_later_pair_that_a_rank_cannot_capture_is_an_error_or_leaves_the_dense_part(run_ranks: Any) -> None:
+    for said, off in run_ranks(2, fails_later):
+        assert "rank 1: " in said
+        assert "no memory is left for it" in said
+        assert "for whole iterations, and on for the dense part: rank 1: " in off["cuda_graph"]
