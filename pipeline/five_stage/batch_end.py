@@ -15,6 +15,9 @@ from .groups import group_timeout
 
 UnevenEnd = Literal["error", "stop", "ignore"]
 
+_NOTHING, _NO_FORM, _FIRST_FORM = 0, 1, 2
+"""Announced: no batch, one without a form, one of a form; the next numbers are other forms."""
+
 
 class BatchEnd:
     """One announcement after the other; each is settled before the next."""
@@ -32,19 +35,18 @@ class BatchEnd:
         self._own = torch.zeros(1, dtype=torch.int64)
         self.problem: str | None = None
         """The error to raise after the last common batch, where ranks have different numbers of batches; else None."""
-        self.all_fit = True
-        """Whether the batch settled last has, on every rank that announces it, the form of a graph."""
+        self.one_form = True
+        """Whether the batch settled last has, on every rank that announces it, one and the same form of a graph."""
 
     def begin(self) -> None:
         """Begins a new iterator: batches are counted from its first one."""
         self._count, self.problem = 0, None
 
-    def announce(self, has_batch: bool, fits: bool = True) -> None:
-        """Announces to all ranks whether this one has its next batch, and whether a graph of all ranks' collectives
-        could run it: they replay it together or not at all."""
-        self.all_fit = fits
+    def announce(self, has_batch: bool, form: int | None = None) -> None:
+        """Announces to all ranks whether this one has its next batch, and the number of its form, None where no graph
+        of all ranks' collectives could run it: they replay one together or not at all."""
         if self._group is not None:
-            self._own.fill_(has_batch + (has_batch and fits))
+            self._own.fill_(_NOTHING if not has_batch else _NO_FORM if form is None else _FIRST_FORM + form)
             # Into views, one a rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no other.
             views = list(self._of_ranks.split(1))
             self._work = dist.all_gather(views, self._own, group=self._group, async_op=True)
@@ -57,7 +59,7 @@ class BatchEnd:
         self._work.wait()
         self._work = None
         have = self._of_ranks.tolist()
-        self.all_fit = all(has != 1 for has in have)
+        self.one_form = len({*have} - {_NOTHING}) < 2
         self._count += 1
         if all(have) or not any(have):
             return True

@@ -1,11 +1,16 @@
-"""Feature processors beside a dense graph: the gradients of their parameters, which the embedding backward makes.
+"""Feature processors beside graphs: the gradients of their parameters, which the embedding backward makes.
 
 A feature processor makes the weights of ids, from parameters that all ranks have, between the input dist and the
 lookup. Stage 4 returns the gradients of these weights. From there torch.autograd.grad computes the parameters'
 gradients: hooks of DistributedDataParallel, whose forward did not run, see nothing of it.
+
+Processing is part of stage 2, in TorchRec and in the graph of an iteration: it reads parameters after the dense update
+of the batch before, although the input dist runs ahead of that update. In the input dist of tables split by rows
+TorchRec's processors write the places of ids, which reads no parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,16 +18,21 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_types import KJTList
 
+from . import reasons
 from .sharded_modules import Sharded
 
 
 class FeatureProcessors:
     """The feature processors of all modules, for one batch after the other."""
 
-    def __init__(self, modules: Sequence[Sharded], apart: bool) -> None:
-        """apart: their gradients are made here, rather than by a backward of all."""
+    def __init__(self, modules: Sequence[Sharded], apart: bool, captured: bool) -> None:
+        """apart: their gradients are made here, rather than by a backward of all. captured: within a graph too."""
         self._modules, self._apart = [one for one in modules if one.has_processors], apart
         self._weights: list[tuple[Tensor, Tensor]] = []
+        self._captured = captured
+        self._leaves: dict[int, Tensor] = {}
+        self.why_not_captured: str | None = None
+        """Reason why no graph can hold the processors, as far as eager batches of this rank have shown."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -38,7 +48,30 @@ class FeatureProcessors:
     def look_up(self, modules: Sequence[Sharded], contexts: Sequence[Any], features: Sequence[KJTList]) -> list[Any]:
         """Starts stage 2 of a batch; returns an awaitable for each module."""
         self._weights.clear()
-        return [self._look_up(*of_module) for of_module in zip(modules, contexts, features, strict=True)]
+        with self._read_as_leaves():
+            return [self._look_up(*of_module) for of_module in zip(modules, contexts, features, strict=True)]
+
+    @contextmanager
+    def _read_as_leaves(self) -> Iterator[None]:
+        """Puts leaves of now in the place of the parameters, in the modules and in dicts that these have, where graphs
+        hold the processors: autograd waits for the stream on which a leaf was first used, and that of the parameters
+        is not the capturing one."""
+        parameters = self.parameters if self._captured else []
+        self._leaves = {id(of): of.detach().requires_grad_() for of in parameters}
+        places = [(of, key, value) for of in self._dicts() for key, value in of.items() if id(value) in self._leaves]
+        for of, key, parameter in places:
+            of[key] = self._leaves[id(parameter)]
+        try:
+            yield
+        finally:
+            for of, key, parameter in places:
+                of[key] = parameter
+
+    def _dicts(self) -> Iterator[dict[Any, Any]]:
+        if self._captured:
+            for one in self._modules:
+                for module in one.module._feature_processors.modules():
+                    yield from (of for of in vars(module).values() if isinstance(of, dict))
 
     def _look_up(self, one: Sharded, context: Any, features: KJTList) -> Any:
         if not (self._apart and one.has_processors):
@@ -52,11 +85,24 @@ class FeatureProcessors:
         parameters = self.parameters
         pairs = [(weights, leaf.grad) for weights, leaf in self._weights if leaf.grad is not None]
         self._weights.clear()
-        found: Sequence[Tensor | None] = [None] * len(parameters)
-        if pairs and parameters:
-            weights, grads = zip(*pairs, strict=True)
-            found = torch.autograd.grad(weights, parameters, grads, allow_unused=True)
-        return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, found, strict=True)]
+        if not (pairs and parameters):
+            return [torch.zeros_like(p) for p in parameters]
+        weights, grads = zip(*pairs, strict=True)
+        inputs = [self._leaves.get(id(p), p) for p in parameters]
+        capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        past = parameters if self._leaves and not capturing else []  # what no leaf was put in the place of
+        found = torch.autograd.grad(weights, [*inputs, *past], grads, allow_unused=True)
+        added = list(found[: len(parameters)])
+        for i, (parameter, grad) in enumerate(zip(past, found[len(parameters) :], strict=True)):
+            if grad is not None:
+                within = added[i]
+                added[i] = grad if within is None else within + grad
+                self.why_not_captured = reasons.READ_PAST(parameter=self._name(parameter))
+        return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, added, strict=True)]
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        of_modules = ((one.name, one.module._feature_processors.named_parameters()) for one in self._modules)
+        return next(f"{module}: {name}" for module, named in of_modules for name, of in named if of is parameter)
 
     def _detached(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         weights = features.weights_or_none()

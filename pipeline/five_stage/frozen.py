@@ -23,8 +23,11 @@ class FrozenModel:
     """The model as it was at the last batch."""
 
     def __init__(self, model: nn.Module, sharded: Iterable[nn.Module]) -> None:
-        """sharded: the modules whose tensors no graph holds."""
+        """sharded: the modules whose tensors no graph holds, apart from those of their feature processors."""
         outside = {id(module) for one in sharded for module in one.modules()}
+        for one in sharded:
+            if isinstance(processors := getattr(one, "_feature_processors", None), nn.Module):
+                outside -= {id(module) for module in processors.modules()}
         named = [(name, module) for name, module in model.named_modules() if id(module) not in outside]
         self._modules = [module.__dict__ for _, module in named]
         self._module_names = [f"module {name}" if name else "the model" for name, _ in named]

@@ -42,6 +42,11 @@ def runs_in_graphs(hook: _Hook) -> _Hook:
     return hook
 
 
+def calls_for_python(module: nn.Module) -> bool:
+    """Returns whether a module has hooks that a graph would not call."""
+    return any(_calls_for_python(module, hooks) for hooks in _HOOKS)
+
+
 def _calls_for_python(module: nn.Module, hooks: str) -> bool:
     return any(not getattr(hook, _IN_GRAPHS, False) for hook in (getattr(module, hooks, None) or {}).values())
 
@@ -61,7 +66,7 @@ def _hooked(model: nn.Module, sharded: Sequence[Sharded]) -> str | None:
     inside = {id(module) for one in sharded for module in one.module.modules()}
     tables = {id(parameter) for one in sharded for parameter in one.collection.parameters()}
     for name, module in model.named_modules():
-        if id(module) not in inside and any(_calls_for_python(module, hooks) for hooks in _HOOKS):
+        if id(module) not in inside and calls_for_python(module):
             return reasons.MODULE_HOOKS(module=name or "the model", kind=type(module).__name__)
     for name, parameter in model.named_parameters():
         if id(parameter) in tables:

@@ -20,6 +20,7 @@ class InFlight(Generic[In]):
     distribution: Distribution
     features: list[KeyedJaggedTensor]
     """The inputs of the called modules; empty before the first batch has come to the model."""
-    fits: bool = False
-    """Whether it has, on all ranks, the form that graphs of whole iterations are made for."""
+    form: int | None = None
+    """The number of the form that it has, on all ranks, of those that graphs of whole iterations are made for; None
+    where it has none, or ranks have different ones."""
     distributed: torch.cuda.Event | None = field(default=None)

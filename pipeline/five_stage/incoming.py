@@ -67,16 +67,16 @@ class Incoming(Generic[In]):
                 return
             as_on_device = type(batch) is self._form
             features = self.features_of(batch) if as_on_device else []
-            fits = as_on_device and self.graph is not None and self.graph.fits(batch)
-            if self._pinned_d2h and not fits:
+            form = self.graph.form_of(batch) if as_on_device and self.graph is not None else None
+            if self._pinned_d2h and form is None:
                 for kjt in features:
                     if kjt.device().type == "cpu":
                         kjt.sync()  # lengths per key: cheap here, a read of the device later
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
-            new = InFlight(on_device, None, self._input_dists.new(), self.features_of(on_device), fits)
+            new = InFlight(on_device, None, self._input_dists.new(), self.features_of(on_device), form)
             if not as_on_device and self.graph is not None:
-                new.fits = self.graph.fits(on_device)
-            self._end.announce(True, new.fits)
+                new.form = self.graph.form_of(on_device)
+            self._end.announce(True, new.form)
             if self.graph is not None:
                 self.graph.stage(new)
             new.copied = self._streams.mark("copy")
@@ -126,5 +126,5 @@ class Incoming(Generic[In]):
             if not self._exhausted:
                 self.in_flight.pop()
             self._exhausted = True
-        elif not self._exhausted and self.in_flight:
-            self.in_flight[-1].fits = self.in_flight[-1].fits and self._end.all_fit
+        elif not self._exhausted and self.in_flight and not self._end.one_form:
+            self.in_flight[-1].form = None

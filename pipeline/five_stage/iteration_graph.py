@@ -10,6 +10,9 @@ graph           staging 0 -> dist n+1 -> slot 1   staging 1 -> dist n+2 -> slot 
                 slot 0 -> train on n              slot 1 -> train on n+1
 ```
 
+Where batches are of several forms (batch_ids), there are two such graphs for each pair of forms, of the batch and of
+the next one, captured when that pair comes; each form has slots and stagings (see iteration_pairs.py).
+
 The pipeline also keeps every batch as it came: a batch that no graph takes runs eagerly, from itself. Before the
 capture the graphs' work runs eagerly on the capture stream, and trains.
 """
@@ -25,16 +28,19 @@ from torchrec import KeyedJaggedTensor
 
 from . import reasons
 from .batch_fields import map_fields
+from .batch_forms import BatchForms
 from .capture_errors import told
 from .captured import copied, of_graph
 from .captured_update import CapturedUpdate
 from .cuda_graph import destroy, record
 from .dense_graph import DenseGraph
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
+from .feature_processors import FeatureProcessors
 from .in_flight import InFlight
 from .input_dist import Distribution, InputDist
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
-from .iteration_slots import BatchForm, Slot, Staging, fields_of
+from .iteration_pairs import MOST_FORMS, Pair, Pairs
+from .iteration_slots import TURNS, FormMemory, Slot, Staging, fields_of
 from .overflows import Overflows
 from .replicated_tables import ReplicatedTables
 from .sharded_modules import Sharded
@@ -46,12 +52,11 @@ logger = logging.getLogger(__name__)
 
 FIRST = reasons.FIRST(count=WARM_UP)
 STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
-_SLOTS = 2
 UPDATE = ("all-reduce of dense gradients", "dense update")
 
 
 class IterationGraph:
-    """Trains on batches of the first one's form; see the module.
+    """Trains on batches of the first one's form, and of others with declared numbers of ids; see the module.
 
     Before every iteration it looks for changes that a replay would not notice: of the model (see FrozenModel), of the
     optimizers' numbers and memory. All ranks then capture the graphs again at once, because such changes are the same
@@ -61,6 +66,7 @@ class IterationGraph:
     def __init__(
         self,
         dense: DenseGraph,
+        processors: FeatureProcessors,
         replicated: ReplicatedTables,
         optimizer: torch.optim.Optimizer,
         input_dists: InputDist,
@@ -69,21 +75,20 @@ class IterationGraph:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        """dense: of the whole model, without graphs of its own, and of replicated tables. group: all ranks'."""
-        self._dense, self._replicated, self._input_dists, self._lookups = dense, replicated, input_dists, lookups
+        """dense: of the whole model, without graphs of its own, and of processors and replicated tables. group: all
+        ranks'."""
+        self._dense, self._processors, self._replicated = dense, processors, replicated
+        self._input_dists, self._lookups = input_dists, lookups
         self._streams, self._device, self._group = streams, device, group
         self._update = CapturedUpdate(optimizer, dense.parameters)
         self._rates = TableRates([kernel for _, kernel in lookup_kernels(lookups.called)])
-        self._overflows = Overflows(lookups.called, _SLOTS, device)
+        self._overflows = Overflows(lookups.called, TURNS, device)
         self._capacities: dict[str, dict[str, int]] = {}
-        self._form: BatchForm | None = None
-        self._slots: list[Slot] = []
-        self._staging: list[Staging] = []
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._outputs: list[Any] = [None, None]
+        self._forms: BatchForms | None = None
+        self._memory: dict[int, FormMemory] = {}
+        self._pairs = Pairs()
         self._pool: Any = None
         self._turn = 0
-        self._rehearsed = 0
         self._autocast = ""
         self._iterations = self.captures = self.replays = 0
         self._eager: dict[str, int] = {}
@@ -109,6 +114,8 @@ class IterationGraph:
         stages = [*STAGES, *(UPDATE if self.updates else ())]
         counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
         more: dict[str, Any] = {"follows_table_rates": self._rates.followed}
+        if self._forms is not None and self._forms.several:
+            more |= {"forms": len(self._memory), "rehearsals": self._pairs.rehearsals}
         if self._overflows.possible:
             more["row_capacities"] = self._capacities
         return {"in_graph": stages if self.replays else [], **counts, "eager": dict(self._eager), **more}
@@ -119,24 +126,23 @@ class IterationGraph:
         """Takes the form of the first batch; returns what keeps such batches out of a graph."""
         modules = self._lookups.called
         if (why := why_no_iteration_of(modules, features)) is None:
-            self._form = BatchForm(batch, features, [one.module.declared for one in modules])
+            self._forms = BatchForms(batch, features, [one.collection.declared for one in modules])
             of_modules = ((one, kjt.stride()) for one, kjt in zip(modules, features, strict=True) if _varying(one))
             self._capacities = {one.name: one.module.row_capacities(stride) for one, stride in of_modules}
         return why
 
-    def fits(self, batch: Any) -> bool:
-        """Returns whether a batch, on the host or the device, has the form of the first one."""
-        return self._form is not None and self._form.fits(batch)
+    def form_of(self, batch: Any) -> int | None:
+        """Returns the number of the form of a batch on the host or the device; None where it has none."""
+        return None if self._forms is None else self._forms.number(batch)
 
     def stage(self, batch: InFlight[Any]) -> None:
         """Copies the batch after the next one into the staging of the next call's graph, on the current stream,
         which comes after the last graph but one."""
-        if self._graphs and batch.fits:
-            self._stage(1 - self._turn, batch)
-
-    def _stage(self, index: int, batch: InFlight[Any]) -> None:
-        self._staging[index].fill(batch.batch)
-        self._staging[index].holds = batch
+        memory = None if batch.form is None else self._memory.get(batch.form)
+        if self._pairs.graphs and memory is not None and memory.made < self._iterations:
+            for of_form in self._memory.values():
+                of_form.staging[1 - self._turn].holds = None
+            memory.staging[1 - self._turn].hold(batch)
 
     # An iteration
 
@@ -149,7 +155,7 @@ class IterationGraph:
             self._dense.gradients.publish()
         valid, why_no_update = self._update.look()
         changed = self._dense.look()
-        if self._rehearsed and (changed is not None or not valid or self._rates_moved()):
+        if self._pairs.rehearsals and (changed is not None or not valid or self._rates_moved()):
             self._drop()
         if self._iterations <= WARM_UP:
             self._autocast = _autocast(self._device)
@@ -158,18 +164,31 @@ class IterationGraph:
         if why is None and changed is not None:
             why = reasons.CHANGED(count=WARM_UP, change=changed)
         why = why or why_no_update
-        if why is None and not (now.fits and (ahead is None or ahead.fits)):
+        if why is None and (now.form is None or (ahead is not None and ahead.form is None)):
             why = reasons.OTHER_FORM()
+        if why is None and now.form not in self._memory and len(self._memory) >= MOST_FORMS:
+            why = reasons.MANY_FORMS(count=MOST_FORMS)
         if why is None and (autocast := _autocast(self._device)) != self._autocast:
             why = reasons.AUTOCAST(now=autocast, first=self._autocast)
-        if why is None and not self._graphs and self._rehearsed >= len(self._slots) > 0:
-            self._capture()
+        if why is None and self._pairs.is_due(pair := self._pair(now, ahead)):
+            self._capture(pair)
             why = self.failure
-        if why is None and self._overflows.possible and self._overflows.of(index := self._by_capacity(now, ahead)):
-            self._slots[index].holds, why = None, reasons.OVERFLOW()
+        if why is None and self._overflows.possible:
+            self._by_capacity(now)
+            if self._overflows.of(1 - self._turn):
+                why = reasons.OVERFLOW()
         if why is not None:
             self._eager[why] = self._eager.get(why, 0) + 1
+            if now.form in self._memory:
+                self._memory[now.form].slots[1 - self._turn].holds = None
         return why
+
+    def _pair(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> Pair:
+        """Returns the forms of the graph that trains on `now`. A next batch of a form that has no memory yet is brought
+        by itself: its input dist tells what memory its form needs."""
+        assert now.form is not None, "why_not_now"
+        known = ahead is not None and (ahead.form == now.form or ahead.form in self._memory)
+        return self._pairs.of(now.form, ahead.form if ahead is not None and known else None)
 
     def _rates_moved(self) -> bool:
         """Whether the graphs have other rates of the tables than the lookups, and cannot be given these."""
@@ -182,109 +201,105 @@ class IterationGraph:
     def train(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> Any:
         """Trains on `now` and distributes `ahead`; returns the model's output. wait: for the distribution of `now`,
         where no graph has made it."""
-        if not self._slots:
+        turn, pair = 1 - self._turn, self._pair(now, ahead)
+        if not self._is_placed(now):
             wait()
-            self._make_slots(now, now.distribution)
-        index = self._place(now, ahead, wait)
-        if not self._graphs:
+            self._place(now, now.distribution)
+        memory, other = self._memory[pair.now], self._memory[pair.ahead]
+        brought = ahead if ahead is not None and ahead.form == pair.ahead else None
+        if brought is not None and other.staging[turn].holds is not brought:
+            other.staging[turn].hold(brought)
+        graphs = self._pairs.graphs.get(pair)
+        if graphs is None:
             self._prepare()
         self._update.before_replay()
-        if self._graphs:
-            self._graphs[index].replay()
-            self.replays += 1
+        if graphs is None:
+            output = self._rehearse(turn, pair)
         else:
-            self._rehearse(index)
+            self._rates.bring(graphs[turn])
+            graphs[turn].replay()
+            self.replays += 1
+            output = self._pairs.outputs[pair][turn]
         self._update.after_replay()
-        self._overflows.launched(1 - index)
-        self._turn = index
-        self._slots[index].holds, self._slots[1 - index].holds = None, ahead
-        self._staging[index].holds = None
-        return map_fields(self._outputs[index], copied)
+        self._overflows.launched(1 - turn)
+        self._turn = turn
+        memory.slots[turn].holds, other.slots[1 - turn].holds = None, brought
+        other.staging[turn].holds = None
+        return map_fields(output, copied)
 
-    def _place(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> int:
-        """Brings both to where one of the graphs reads them, and returns which one's place that is."""
-        found = self._slot_of(now)
-        if found is None:
-            found = self._free_slot(ahead)
-            wait()
-            self._slots[found].fill(fields_of(now.batch), now.distribution)
-        if ahead is not None and self._staging[found].holds is not ahead:
-            self._stage(found, ahead)
-        return found
+    def _is_placed(self, batch: InFlight[Any]) -> bool:
+        """Whether a batch is where the graph of this turn reads it."""
+        memory = None if batch.form is None else self._memory.get(batch.form)
+        return memory is not None and memory.slots[1 - self._turn].holds is batch
 
-    def _by_capacity(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> int:
-        """Returns the slot of a batch, which is distributed now where no graph has done it."""
-        index = self._slot_of(now)
-        if index is None:
-            self._streams.wait(now.copied)
-            index, distribution = self._free_slot(ahead), self._input_dists.new()
-            with self._overflows.told(index):
-                distribution.advance(now.features, "features")
-            self._overflows.launched(index)
-            if not self._slots:
-                self._make_slots(now, distribution)
-            self._slots[index].fill(fields_of(now.batch), distribution)
-            self._slots[index].holds = now
-        return index
+    def _place(self, now: InFlight[Any], distribution: Distribution) -> None:
+        """Brings a batch that no graph has distributed to where the graph of this turn reads it."""
+        assert now.form is not None, "why_not_now"
+        assert self._forms is not None, "begun"
+        if now.form not in self._memory:
+            varying, form = [_varying(one) for one in self._lookups.called], self._forms[now.form]
+            slots = [Slot(now.batch, now.features, distribution, varying) for _ in range(TURNS)]
+            staging = [Staging(now.batch, now.features, form) for _ in range(TURNS)]
+            self._memory[now.form] = FormMemory(slots, staging, self._iterations)
+        self._memory[now.form].slots[1 - self._turn].fill(fields_of(now.batch), distribution)
 
-    def _make_slots(self, now: InFlight[Any], distribution: Distribution) -> None:
-        assert self._form is not None, "begun"
-        varying = [_varying(one) for one in self._lookups.called]
-        self._slots = [Slot(now.batch, now.features, distribution, varying) for _ in range(_SLOTS)]
-        self._staging = [Staging(now.batch, now.features, self._form) for _ in range(_SLOTS)]
+    def _by_capacity(self, now: InFlight[Any]) -> None:
+        """Distributes a batch now where no graph has done it."""
+        if self._is_placed(now):
+            return
+        self._streams.wait(now.copied)
+        turn, distribution = 1 - self._turn, self._input_dists.new()
+        with self._overflows.told(turn):
+            distribution.advance(now.features, "features")
+        self._overflows.launched(turn)
+        self._place(now, distribution)
+        assert now.form is not None, "placed"
+        self._memory[now.form].slots[turn].holds = now
 
-    def _slot_of(self, batch: InFlight[Any]) -> int | None:
-        return next((i for i, slot in enumerate(self._slots) if slot.holds is batch), None)
-
-    def _free_slot(self, ahead: InFlight[Any] | None) -> int:
-        """Returns where to put a batch that no graph has distributed: where the graph reads `ahead` that has it."""
-        staged = (i for i, staging in enumerate(self._staging) if ahead is not None and staging.holds is ahead)
-        return next(staged, 1 - self._turn)
-
-    def _rehearse(self, index: int) -> None:
-        """Runs the work to be captured, on the capture stream, which trains."""
+    def _rehearse(self, turn: int, pair: Pair) -> Any:
+        """Runs the work to be captured, on the capture stream, which trains; returns the model's output."""
         with self._streams.on("iteration", after=self._streams.mark()):
-            self._work(index)
+            output = self._work(turn, pair)
         self._streams.wait(self._streams.mark("iteration"))
-        self._rehearsed += 1
+        self._pairs.rehearsed(pair)
+        return output
 
     def _prepare(self) -> None:
         if self.updates:
             self._update.prepare()
 
-    def _work(self, index: int) -> None:
-        """All launches of an iteration, in which nothing is read by the host."""
-        streams, slot, lookups = self._streams, self._slots[index], self._lookups
+    def _work(self, turn: int, pair: Pair) -> Any:
+        """All launches of an iteration, in which nothing is read by the host; returns the model's output."""
+        streams, slot, lookups = self._streams, self._memory[pair.now].slots[turn], self._lookups
         begun = streams.mark()
         with stage("input_dist", self._device), streams.on("input_dist", after=begun):
-            self._distribute(self._staging[index], 1 - index)
+            self._distribute(self._memory[pair.ahead], turn)
             brought = streams.mark("input_dist")
         if self.updates:
             self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
         self._rates.mark()
         with stage("embedding_forward", self._device):
-            of_modules = zip(lookups.called, slot.contexts, slot.features, strict=True)
             with self._replicated.looked_up():
-                awaited = [one.module.compute_and_output_dist(*of_one) for one, *of_one in of_modules]
+                awaited = self._processors.look_up(lookups.called, slot.contexts, slot.features)
             outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
         with stage("dense_forward_backward", self._device):
             output, grads = self._dense.launch(slot.batch, slot.stand_ins, lookups, outputs)
         made = streams.mark()
         with stage("embedding_backward", self._device):
             embedding_backward(outputs, grads)
-            if self._replicated.parameters:
-                self._dense.keep_of_processors(self._replicated.gradients())
+            if of_modules := [*self._processors.gradients(), *self._replicated.gradients()]:
+                self._dense.keep_of_processors(of_modules)
                 made = streams.mark()
         updated = self._dense_update(after=made) if self.updates else None
         for event in (updated, brought):
             streams.wait(event)
-        self._outputs[index] = map_fields(output, of_graph)
+        return map_fields(output, of_graph)
 
-    def _distribute(self, staging: Staging, slot: int) -> None:
-        distribution = self._input_dists.new()
-        with self._overflows.told(slot):
+    def _distribute(self, memory: FormMemory, turn: int) -> None:
+        staging, distribution = memory.staging[turn], self._input_dists.new()
+        with self._overflows.told(1 - turn):
             distribution.advance(staging.features, "features")
-        self._slots[slot].fill(staging.fields, distribution)
+        memory.slots[1 - turn].fill(staging.fields, distribution)
 
     def _dense_update(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
         with self._streams.on("dense_update", after):
@@ -297,20 +312,20 @@ class IterationGraph:
 
     # Captures
 
-    def _capture(self) -> None:
-        """Captures both graphs, which runs nothing. The first time is collective: all ranks have them, or none, and
-        each says why. Later times are not, as a rank without tables may have no reason: RuntimeError where they fail.
-        """
+    def _capture(self, pair: Pair) -> None:
+        """Captures both graphs of a pair, which runs nothing. Its first time is collective: all ranks have them, or
+        none, and each says why. Later times are not, as a rank without tables may have no reason: RuntimeError where
+        they fail."""
         self._prepare()
         torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
         error: str | None = None
         try:
             keep = self._rates.begin_capture()
-            self._record(keep)
-            if not self._rates.end_capture(self._graphs):
+            self._record(pair, keep)
+            if not self._rates.end_capture(self._pairs.graphs[pair]):
                 self._drop()
                 self._rates.begin_capture()
-                self._record(keep=False)
+                self._record(pair, keep=False)
                 self._rates.end_capture(())
         except Exception as caught:
             error = told(caught)
@@ -318,9 +333,10 @@ class IterationGraph:
         torch.clear_autocast_cache()
         if (replaced := self._dense.put_back()) is not None:
             error = error or f"{replaced}, which no replay does"
+        error = self._processors.why_not_captured or error
         self._dense.gradients.publish()
         self.captures += 1
-        if self.captures > 1:
+        if not self._pairs.is_new(pair):
             if error is not None:
                 raise RuntimeError(f"an iteration that was captured before cannot be captured again: {error}")
             return
@@ -330,17 +346,25 @@ class IterationGraph:
         if failed:
             self.failure = "; ".join(failed)
             self._drop()
+        else:
+            self._pairs.agree(pair)
 
-    def _record(self, keep: bool) -> None:
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        on = self._streams.stream("iteration")
-        for index in range(len(self._slots)):
-            self._graphs.append(record(partial(self._work, index), pool=self._pool, stream=on, keep=keep))
+    def _record(self, pair: Pair, keep: bool) -> None:
+        if self._pool is None and self._device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        on, outputs = self._streams.stream("iteration"), self._pairs.outputs.setdefault(pair, [None] * TURNS)
+        graphs = self._pairs.graphs.setdefault(pair, [])
+        for turn in range(TURNS):
+            work = partial(self._launch, outputs, turn, pair)
+            graphs.append(record(work, pool=self._pool, stream=on, keep=keep))
+
+    def _launch(self, outputs: list[Any], turn: int, pair: Pair) -> None:
+        outputs[turn] = self._work(turn, pair)
 
     def _drop(self) -> None:
-        destroy(self._graphs)
-        self._graphs.clear()
-        self._outputs, self._pool = [None, None], None
+        destroy(self._pairs.clear())
+        self._rates.dropped()
+        self._pool = None  # torch takes no pool again that has lost all its graphs
 
     def close(self) -> None:
         """Destroys the graphs."""

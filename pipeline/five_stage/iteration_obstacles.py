@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import KeyedJaggedTensor
 
 from . import reasons
+from .graph_obstacles import calls_for_python
 from .sharded_modules import Sharded
 from .trimmed.ebc import TrimmedEBC
 from .trimmed.ec_sharder import TrimmedEC
@@ -28,15 +29,15 @@ def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
 def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
     """Returns what keeps the modules out of the graph, as far as known before the first batch."""
     for one in modules:
-        if one.has_processors:
-            return reasons.PROCESSED(module=one.name)
-        if type(one.module) not in (TrimmedEBC, TrimmedEC):
+        if type(one.collection) not in (TrimmedEBC, TrimmedEC):
             return reasons.NOT_TRIMMED(module=one.name, kind=one.kind)
-        if waiting := one.module.reading_features():
+        if one.has_processors and one.module._row_wise_sharded:
+            return reasons.PROCESSED_ROWS(module=one.name)
+        if one.has_processors and any(map(calls_for_python, one.module._feature_processors.modules())):
+            return reasons.PROCESSOR_HOOKS(module=one.name)
+        if waiting := one.collection.reading_features():
             return reasons.READS_SIZES(module=one.name, features=", ".join(waiting))
-        if len(one.module.declared.per_batch) > 1:
-            return reasons.SEVERAL_SIZES(module=one.name)
-        if getattr(one.module, "gives_ids", False):
+        if getattr(one.collection, "gives_ids", False):
             return reasons.GIVES_IDS(module=one.name)
     whys = (_of_kernel(name, kernel) for name, kernel in lookup_kernels(modules))
     return next((why for why in whys if why is not None), None)
@@ -48,7 +49,7 @@ def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJagg
         if kjt.variable_stride_per_key():
             return reasons.VARIABLE_BATCH(module=one.name)
         keys: list[str] = kjt.keys()
-        undeclared = [key for key in keys if key not in one.module.declared]
+        undeclared = [key for key in keys if key not in one.collection.declared]
         if undeclared:
             return reasons.UNDECLARED(module=one.name, features=", ".join(undeclared))
     return None

@@ -13,80 +13,12 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_types import KJTList
 
 from .batch_fields import leaves, map_fields, parts_of
+from .batch_forms import BatchForm
 from .captured import FeaturesRead
 from .input_dist import Distribution
-from .trimmed.static_dist import Sizes
 
-Form = tuple[Any, ...]
-
-
-class BatchForm:
-    """The common properties of all batches of a graph: shapes, dtypes and values of fields, keys and numbers of ids.
-
-    KJTs that no module is given are left out: the graph holds nothing that reads them.
-    """
-
-    def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], declared: Sequence[Sizes]) -> None:
-        """features: the KJT of each module that is called. declared: of the modules, for all keys of these together."""
-        kjts, rest = parts_of(batch)
-        used = set(map(id, features))
-        self._used = [i for i, kjt in enumerate(kjts) if id(kjt) in used]
-        kjts = self.used(kjts)
-        self._form = _form_of(kjts, rest)
-        self._ids = [[_ids_of_key(key, declared, kjt.stride()) for key in list(kjt.keys())] for kjt in kjts]
-        self._even = [all(_is_even(key, declared) for key in list(kjt.keys())) for kjt in kjts]
-        self._expected: list[Tensor] = []
-
-    @property
-    def vary(self) -> list[bool]:
-        """Whether the lengths of each used KJT change from batch to batch."""
-        return [not even for even in self._even]
-
-    def used(self, kjts: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
-        """Returns those of a batch's KJTs that some module is given."""
-        return [kjts[i] for i in self._used if i < len(kjts)]
-
-    def fits(self, batch: Any) -> bool:
-        """Returns whether a batch has this form. Lengths that are on the device are trusted; others are read."""
-        kjts, rest = parts_of(batch)
-        kjts = self.used(kjts)
-        return _form_of(kjts, rest) == self._form and self._has_declared(kjts)
-
-    def _has_declared(self, kjts: Sequence[KeyedJaggedTensor]) -> bool:
-        """Whether all bags have the declared sizes, or all features so many ids, as far as the host knows."""
-        if any(kjt.device().type != "cpu" for kjt in kjts):
-            return True
-        own = [
-            kjt.lengths() if even else kjt.lengths().view(-1, kjt.stride()).sum(dim=1)
-            for kjt, even in zip(kjts, self._even, strict=True)
-        ]
-        if [of.dtype for of in own] != [of.dtype for of in self._expected]:
-            self._expected = [
-                torch.tensor([n // kjt.stride() for n in ids], dtype=of.dtype).repeat_interleave(kjt.stride())
-                if even
-                else torch.tensor(ids, dtype=of.dtype)
-                for of, ids, kjt, even in zip(own, self._ids, kjts, self._even, strict=True)
-            ]
-        return all(map(torch.equal, own, self._expected))
-
-
-def _is_even(key: str, declared: Sequence[Sizes]) -> bool:
-    return any(key in sizes.per_bag for sizes in declared)
-
-
-def _ids_of_key(key: str, declared: Sequence[Sizes], stride: int) -> int:
-    """Returns a feature's ids in a batch of the first kind."""
-    return next(sizes.ids(key, stride) for sizes in declared if key in sizes)
-
-
-def _form_of(kjts: Sequence[KeyedJaggedTensor], rest: Sequence[Any]) -> Form:
-    of_fields = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in rest]
-    of_kjts = [(kjt.keys(), kjt.stride(), *_layout(kjt.values()), *_layout(kjt.weights_or_none())) for kjt in kjts]
-    return of_fields, of_kjts
-
-
-def _layout(tensor: Tensor | None) -> tuple[Any, ...]:
-    return (None,) if tensor is None else (tensor.shape, tensor.dtype)
+TURNS = 2
+"""Graphs that take turns: one reads the slot that the other has filled."""
 
 
 def fields_of(batch: Any) -> list[Tensor]:
@@ -126,6 +58,11 @@ class Staging:
         """Copies a batch on the device, on the current stream."""
         kjts, rest = parts_of(batch)
         copy_by_type(self._memory, [*_tensors(rest), *self._of_kjts(self._form.used(kjts))])
+
+    def hold(self, batch: Any) -> None:
+        """Copies a batch in flight, and holds it from now on."""
+        self.fill(batch.batch)
+        self.holds = batch
 
     def _of_kjts(self, kjts: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
         return [
@@ -172,6 +109,14 @@ class Slot:
         """Returns what differs between batches of the KJTs that this rank looks up."""
         kjts = [of[i] for of, vary in zip(features, self._varying, strict=True) for i in vary]
         return [*_ids(features), *(tensor for kjt in kjts for tensor in (kjt.lengths(), kjt.offsets()))]
+
+
+class FormMemory:
+    """The memory of one form's batches: a slot and a staging of each turn."""
+
+    def __init__(self, slots: Sequence[Slot], staging: Sequence[Staging], made: int) -> None:
+        """made: the iteration in which it is made, in whose course no other stream may fill it."""
+        self.slots, self.staging, self.made = list(slots), list(staging), made
 
 
 def _ids(features: Sequence[KJTList]) -> list[Tensor]:

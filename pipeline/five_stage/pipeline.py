@@ -96,9 +96,9 @@ class FiveStagePipeline(Generic[In, Out]):
         self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
         graphed = options.cuda_graph != "none" and "cuda_graph" not in self._off
-        self._processors = FeatureProcessors(self._modules, apart=graphed)
         self._by_graph: IterationGraph | None = None
         self._whole = graphed and options.graphs_iterations
+        self._processors = FeatureProcessors(self._modules, apart=graphed, captured=self._whole)
         self._not_whole: str | None = None
         if self._whole and (why := why_no_iteration(self._modules)) is not None:
             self._no_iteration(why)
@@ -231,6 +231,7 @@ class FiveStagePipeline(Generic[In, Out]):
         """All stages by one graph, but for the dense update where that is not in it."""
 
         def distribute() -> None:
+            self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
             self._input_dist(now, "features")
             self._streams.wait(now.distributed)
 
@@ -336,8 +337,8 @@ class FiveStagePipeline(Generic[In, Out]):
         if self._whole:
             assert self._graph is not None
             dense, group = self._graph, self._model._env.process_group
-            parts = (dense, self._replicated, self._optimizer, self._input_dists, self._lookups, self._streams)
-            self._by_graph = self._incoming.graph = IterationGraph(*parts, self._device, group)
+            parts = (dense, self._processors, self._replicated, self._optimizer, self._input_dists, self._lookups)
+            self._by_graph = self._incoming.graph = IterationGraph(*parts, self._streams, self._device, group)
             if (why := self._by_graph.begin(first.batch, first.features)) is not None:
                 self._no_iteration(why)
 

@@ -19,18 +19,22 @@ class Reason:
 
 NOT_TRIMMED = Reason(
     "{module} is a {kind}, whose input dist reads the device: shard an EmbeddingBagCollection by "
-    "TrimmedEBCSharder(multi_hot_sizes), an EmbeddingCollection by TrimmedECSharder(sequence_lengths)"
+    "TrimmedEBCSharder(multi_hot_sizes), with feature processors by "
+    "FeatureProcessedEmbeddingBagCollectionSharder(TrimmedEBCSharder(multi_hot_sizes)), an EmbeddingCollection by "
+    "TrimmedECSharder(sequence_lengths)"
 )
-PROCESSED = Reason(
-    "{module} has feature processors, whose weights get gradients within the lookup: process the features in the "
-    "model, as weights of an EmbeddingBagCollection"
+PROCESSED_ROWS = Reason(
+    "{module} has feature processors and tables split by rows, of whose ids a graph looks up padding too, with weights "
+    "that processors replace: plan its tables table-wise, column-wise or data-parallel"
+)
+PROCESSOR_HOOKS = Reason("hooks of the feature processors of {module} would run at captures only: remove them")
+READ_PAST = Reason(
+    "feature processors read their {parameter} past the module that it is a parameter of, and past that module's "
+    "dicts: read it as an attribute"
 )
 READS_SIZES = Reason(
     "the input dist of {features} of {module} depends on the ids: declare the sizes of all features to the sharder, "
     "plan tables table-wise, column-wise or data-parallel, or give those of bags that are split by rows a row_capacity"
-)
-SEVERAL_SIZES = Reason(
-    "batches of {module} are of several sizes (batch_ids): a graph is of one, so declare the largest"
 )
 GIVES_IDS = Reason("{module} gives ids with its vectors (need_indices): give the model what it needs of them")
 VARIABLE_BATCH = Reason("batch sizes differ between the features of {module}: give all of them one size")
@@ -91,7 +95,11 @@ WATCHED = Reason("hooks, or a step that somebody has put in its place, wait for 
 
 FIRST = Reason("the first {count} iterations run eagerly")
 CHANGED = Reason("within {count} batches something had changed: {change}")
-OTHER_FORM = Reason("it, or the next batch, had another form than the first one on some rank")
+OTHER_FORM = Reason(
+    "it, or the next batch, had another form than the first one on some rank, apart from declared numbers of ids "
+    "(batch_ids)"
+)
+MANY_FORMS = Reason("{count} other numbers of ids (batch_ids) had come before its own, the most that have graphs")
 AUTOCAST = Reason("autocast was {now}, and {first} for the first batches")
 OVERFLOW = Reason(
     "more of its ids named rows of one rank than TrimmedEBCSharder's row_capacity has room for, on some rank"
@@ -113,8 +121,8 @@ SECTIONS = (
         "Modules, inputs and tables",
         'An error before training; under `cuda_graph="iteration-or-dense"` a graph of the dense part alone.',
         (
-            *(NOT_TRIMMED, PROCESSED, READS_SIZES, SEVERAL_SIZES, GIVES_IDS, VARIABLE_BATCH, UNDECLARED),
-            *(OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, ROUNDS_AT_RANDOM, RATE_MOVES),
+            *(NOT_TRIMMED, PROCESSED_ROWS, PROCESSOR_HOOKS, READ_PAST, READS_SIZES, GIVES_IDS),
+            *(VARIABLE_BATCH, UNDECLARED, OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, ROUNDS_AT_RANDOM, RATE_MOVES),
         ),
     ),
     Section(
@@ -133,6 +141,6 @@ SECTIONS = (
     Section(
         "Iterations",
         "They run eagerly, on all ranks together; `describe()` counts all but the first ones.",
-        (FIRST, CHANGED, OTHER_FORM, AUTOCAST, OVERFLOW, SCALED),
+        (FIRST, CHANGED, OTHER_FORM, MANY_FORMS, AUTOCAST, OVERFLOW, SCALED),
     ),
 )

@@ -48,8 +48,8 @@ class Sharded:
 
 
 def sharded_modules(model: DistributedModelParallel) -> list[Sharded]:
-    """Returns the sharded modules of the model, the outermost ones. ValueError where there are none, or others than
-    TAKEN."""
+    """Returns the sharded modules of the model, the outermost ones. ValueError where there are none, others than
+    TAKEN, or ones that would train something else."""
     if isinstance(model, DMPCollection):
         raise ValueError("FiveStagePipeline has no 2D parallelism: wrap the model by DistributedModelParallel")
     found = [
@@ -62,6 +62,12 @@ def sharded_modules(model: DistributedModelParallel) -> list[Sharded]:
             f"FiveStagePipeline takes models with {', '.join(kind.__name__ for kind in TAKEN)}; "
             f"{'; '.join(wrong) or 'this one has no sharded module'}. Use TorchRec's TrainPipelineSparseDist for it"
         )
+    for one in outer:
+        if one.has_processors and getattr(one.collection, "sends_rows_to_all", False):
+            raise ValueError(
+                f"{one.name} has feature processors, which would replace the weight zero of other ranks' rows: leave "
+                "TrimmedEBCSharder's rows_to_all out for it"
+            )
     return outer
 
 

@@ -22,7 +22,8 @@ class TableRates:
         self._can_mark = bool(self._kernels) and torch.cuda.is_available() and keeps_graphs()
         self._marking = False
         self._rates: list[float] = []
-        self._marked: list[MarkedArguments] = []
+        self._marked: dict[torch.cuda.CUDAGraph, MarkedArguments] = {}
+        self._brought: dict[torch.cuda.CUDAGraph, list[float]] = {}
         self._moved_in_a_row = 0
         self.failure: str | None = None
         """Reason why graphs cannot follow the rates; None while they can."""
@@ -33,8 +34,9 @@ class TableRates:
         return bool(self._marked) or not self._kernels
 
     def begin_capture(self) -> bool:
-        """Remembers the rates; returns whether graphs are to be kept, to be changed later."""
-        self._rates, self._marking, self._marked = self._now(), self._can_mark, []
+        """Remembers the rates, which captured graphs have too; returns whether graphs are to be kept, to be changed
+        later."""
+        self._rates, self._marking = self._now(), self._can_mark
         return self._marking
 
     def mark(self) -> None:
@@ -43,38 +45,44 @@ class TableRates:
             self._fill(self._marks)
 
     def end_capture(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> bool:
-        """Puts the rates back. Returns False where a mark has come to no kernel: capture again, then without marks."""
+        """Puts the rates back. graphs: those captured since the begin. Returns False where a mark has come to no
+        kernel: drop all graphs and capture again, then without marks."""
         self._fill(self._rates)
         if not (self._marking and graphs):
             return True
         self._marking = False
-        marked = [MarkedArguments(graph, self._marks) for graph in graphs]
-        self._can_mark = all(len(of.found) == len(self._marks) for of in marked)
+        marked = {graph: MarkedArguments(graph, self._marks) for graph in graphs}
+        self._can_mark = all(len(of.found) == len(self._marks) for of in marked.values())
         if self._can_mark:
-            self._marked = marked
-            self._set()
+            self._marked |= marked
         return self._can_mark
+
+    def dropped(self) -> None:
+        """Forgets the captured graphs, which are destroyed."""
+        self._marked.clear()
+        self._brought.clear()
 
     def are_as_before(self) -> bool:
         """Returns whether the lookups' rates are those of the last look."""
         return self._now() == self._rates
 
     def follow(self) -> bool:
-        """Brings the rates of now to the graphs; returns False where these must be captured anew for it."""
+        """Takes the rates of now, for `bring`; returns False where graphs must be captured anew for them."""
         rates = self._now()
         moved, self._rates = rates != self._rates, rates
         if self._marked:
-            if moved:
-                self._set()
             return True
         self._moved_in_a_row = self._moved_in_a_row + 1 if moved else 0
         if self._moved_in_a_row >= CAPTURES_IN_A_ROW:
             self.failure = reasons.RATE_MOVES(steps=CAPTURES_IN_A_ROW)
         return not moved
 
-    def _set(self) -> None:
-        for marked in self._marked:
-            marked.set(self._rates)
+    def bring(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Brings the rates to a graph, before each of its replays: of many graphs only those that are replayed need
+        them."""
+        if graph in self._marked and self._brought.get(graph) != self._rates:
+            self._marked[graph].set(self._rates)
+            self._brought[graph] = self._rates
 
     def _now(self) -> list[float]:
         return [kernel.learning_rate_tensor.item() for kernel in self._kernels]

@@ -36,7 +36,10 @@ HSTU = Benchmark(
             run={"min_time": MIN_TIME_S},
         ),
     },
-    ladders=ladders(for_graphs=("--data.padded",)),
+    ladders=ladders(
+        for_graphs=("--data.padded",),
+        whole="iteration-or-dense",  # dense where the plan splits tables by rows
+    ),
     pipelines=PIPELINES,
     ruleset=None,
     work=None,

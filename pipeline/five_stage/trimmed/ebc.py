@@ -100,6 +100,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return sorted({name for index in waiting for name in self._embedding_shardings[index].feature_names()})
 
     @property
+    def sends_rows_to_all(self) -> bool:
+        """Whether ids of other ranks' rows are looked up with weight zero (rows_to_all)."""
+        return any(group.hash_sizes is not None for group in self._groups()[0])
+
+    @property
     def varying_groups(self) -> list[int]:
         """The sharding types of which, within `by_capacity`, the lengths of looked-up bags differ between batches."""
         return [group.index for group in self._row_groups()]

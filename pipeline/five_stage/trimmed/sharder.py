@@ -53,7 +53,7 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
 
         rows_to_all: send all ids of row-wise tables of declared sizes to every rank, which looks up its own rows, and
         the others with weight zero. It needs no read of the device, and multiplies lookups by the number of ranks: for
-        small batches, or few ranks.
+        small batches, or few ranks. Not with feature processors, which replace that weight.
 
         row_capacity: within FiveStagePipeline's graphs of whole iterations, room for the ids of row-wise and
         table-row-wise tables, of declared sizes, for each pair of ranks: 1.0 if ids are spread evenly over the rows, as

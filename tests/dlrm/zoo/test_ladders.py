@@ -23,11 +23,10 @@ def test_every_rung_adds_to_the_one_before(preset: str) -> None:
         for before, after in pairwise(rungs):
             assert after.flags[: len(before.flags)] == before.flags
             assert (after.flags == before.flags) == (name == "same")
-    whole = [] if preset.startswith("hstu") else ["iteration-graph"]
-    assert [rung.name for rung in benchmark.ladders["ends"]] == ["stock", "graph-dists", *whole]
+    assert [rung.name for rung in benchmark.ladders["ends"]] == ["stock", "graph-dists", "iteration-graph"]
     last: Any = parse(["--preset", preset, *benchmark.ladders["ends"][-1].flags]).pipeline
-    of_sequences = "iteration-or-dense" if preset.startswith("zoo-sequence") else "iteration"
-    assert last.cuda_graph == (of_sequences if whole else "dense")
+    of_sequences = "iteration-or-dense" if preset.startswith(("zoo-sequence", "hstu")) else "iteration"
+    assert last.cuda_graph == of_sequences
 
 
 @pytest.mark.parametrize("preset", ["hstu-tiny", "hstu-small"])

@@ -28,6 +28,14 @@ CHANGED_AT = 8
 LAYER = "model.over_arch.model.0._mlp.0._linear.weight"
 
 
+class Sharded(nn.Module):
+    """Stands for a sharded module with feature processors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self._feature_processors = Norm(), Norm()
+
+
 class Norm(nn.Module):
     """Has a parameter, a buffer that it only reads, a mode and a tensor that may be none."""
 
@@ -38,8 +46,8 @@ class Norm(nn.Module):
 
 
 def test_changes_are_named_once() -> None:
-    model = nn.Sequential(Norm(), Norm())
-    frozen = FrozenModel(model, [model[1]])
+    model = nn.Sequential(Norm(), Norm(), Sharded())
+    frozen = FrozenModel(model, [model[1], model[2]])
     linear = model[0].linear
     changes: list[tuple[Callable[[], Any], str | None]] = [
         (lambda: None, None),
@@ -52,6 +60,11 @@ def test_changes_are_named_once() -> None:
         (lambda: setattr(model[0], "scale", torch.ones(3)), "another tensor is 0.scale"),
         (lambda: model[0].dropout.eval(), "module 0.dropout is in eval mode"),
         (lambda: setattr(model[1].linear.weight, "data", torch.ones(3, 3)), None),
+        (lambda: setattr(model[2].tables.linear.weight, "data", torch.ones(3, 3)), None),
+        (
+            lambda: setattr(model[2]._feature_processors.linear.weight, "data", torch.ones(3, 3)),
+            "2._feature_processors.linear.weight lies in other memory",
+        ),
     ]
     for change, what in changes:
         change()

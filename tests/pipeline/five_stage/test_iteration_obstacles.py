@@ -17,7 +17,7 @@ from dlrm_bench.pipeline.five_stage.iteration_obstacles import _of_kernel, why_n
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
-from tests.pipeline.five_stage.any_models import LONGEST, PLANS, Everything, Sequence, build, sequences
+from tests.pipeline.five_stage.any_models import LONGEST, PLANS, RW, TW, Everything, Sequence, build, sequences
 
 BAGS = dict.fromkeys(("u0", "u1", "i0", "i1", "w0", "w1"), 3)
 LENGTHS = dict.fromkeys(("history", "context"), LONGEST)
@@ -42,12 +42,19 @@ class Processed(Everything):
         self.items = sequences()
 
 
+def hooked() -> Processed:
+    model = Processed()
+    model.processed._feature_processors.register_forward_hook(lambda *_: None)
+    return model
+
+
 SEVERAL = [dict.fromkeys(LENGTHS, count) for count in (20, 30)]
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "nothing": (Sequence, {"sequence_lengths": LENGTHS}),
+    "nothing, of several sizes": (Sequence, {"batch_ids": SEVERAL}),
     "items gives ids with its vectors": (unprocessed, {"sequence_lengths": LENGTHS}),
-    "processed has feature processors": (Processed, {"sequence_lengths": LENGTHS}),
-    "batches of items are of several sizes": (Sequence, {"batch_ids": SEVERAL}),
+    "nothing, with processors": (Processed, {"sequence_lengths": LENGTHS}),
+    "hooks of the feature processors of processed": (hooked, {"sequence_lengths": LENGTHS}),
     "the input dist of context, history of items": (
         Sequence,
         {"sequence_lengths": {"history": 6}},
@@ -60,12 +67,23 @@ def whys(ranks: Ranks) -> dict[str, str | None]:
     for name, (model, of_sequences) in CASES.items():
         sharded, _ = build(ranks, model, PLANS["TW"], sharders=sharders(**of_sequences))
         found[name] = why_no_iteration(sharded_modules(sharded))
+    by_rows, _ = build(ranks, Processed, processed_by_rows, sharders=sharders(sequence_lengths=LENGTHS))
+    found["processed has feature processors and tables split by rows"] = why_no_iteration(
+        [one for one in sharded_modules(by_rows) if one.has_processors]
+    )
     return found
+
+
+def processed_by_rows(index: int, sequence: bool) -> str:
+    """The last table by rows."""
+    return RW if index == 6 else TW
 
 
 def test_models_that_no_graph_takes_are_named(run_ranks: Callable[..., Any]) -> None:
     (found,) = run_ranks(1, whys)
     assert found.pop("nothing") is None
+    assert found.pop("nothing, of several sizes") is None
+    assert found.pop("nothing, with processors") is None
     for name, why in found.items():
         assert why is not None
         assert name in why
@@ -103,7 +121,7 @@ def test_tables_that_no_graph_takes_are_named(of: Any, why: str | None) -> None:
 
 
 def test_inputs_that_no_graph_takes_are_named() -> None:
-    one: Any = SimpleNamespace(name="tables", module=SimpleNamespace(declared={"a": 1}))
+    one: Any = SimpleNamespace(name="tables", collection=SimpleNamespace(declared={"a": 1}))
     lengths = torch.ones(6, dtype=torch.int32)
     other = KeyedJaggedTensor(["a", "b"], torch.zeros(6), lengths=lengths, stride=3)
     varying = KeyedJaggedTensor(["a", "b"], torch.zeros(6), lengths=lengths, stride_per_key_per_rank=[[2], [4]])

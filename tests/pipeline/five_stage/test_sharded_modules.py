@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.batch_fields import follow
 from dlrm_bench.pipeline.five_stage.sharded_modules import Sharded, find_inputs, sharded_modules
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
+from tests.pipeline.five_stage.any_models import RW, TW, Everything, build
 
 CPU = torch.device("cpu")
 
@@ -127,3 +132,24 @@ def test_the_search_leaves_no_trace_of_a_model_that_fails():
 def test_models_without_sharded_modules_are_refused():
     with pytest.raises(ValueError, match="this one has no sharded module"):
         sharded_modules(SimpleNamespace(module=nn.Linear(1, 1)))  # type: ignore[arg-type]
+
+
+def by_rows(ranks: Ranks) -> list[str]:
+    """Builds a model whose processed table, the seventh of all, is split by rows."""
+    said = []
+    for rows_to_all in (False, True):
+        bags = TrimmedEBCSharder({"u0": 3, "u1": 3, "i0": 3, "i1": 3}, rows_to_all=rows_to_all)
+        sharders = {FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder(bags)}
+        model, _ = build(ranks, Everything, lambda index, _: RW if index == 6 else TW, sharders=sharders)
+        try:
+            said.append(f"{len(sharded_modules(model))} modules")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_processors_of_rows_that_go_to_all_ranks_are_refused(run_ranks: Callable[..., Any]) -> None:
+    for taken, refused in run_ranks(2, by_rows):
+        assert taken == "4 modules"
+        assert refused.startswith("processed has feature processors")
+        assert "leave TrimmedEBCSharder's rows_to_all out" in refused

@@ -62,6 +62,8 @@ def test_marks_are_there_in_the_capture_alone(changeable: None) -> None:
     assert rates_of(of) == [0.5, 0.25]
     rates.mark()  # a rehearsal's
     assert rates_of(of) == [0.5, 0.25]
+    for graph in GRAPHS:
+        rates.bring(graph)
     assert [arguments.values for arguments in Arguments.made] == [[0.5, 0.25]] * 2
 
 
@@ -73,8 +75,33 @@ def test_graphs_follow(changeable: None) -> None:
     for step in range(3 * CAPTURES_IN_A_ROW):
         of[0].learning_rate_tensor.fill_(1 / 2**step)
         assert rates.follow()
-        assert all(arguments.values == [1 / 2**step] for arguments in Arguments.made)
+        one, other = Arguments.made
+        replayed, left = (one, other) if step % 2 else (other, one)
+        rates.bring(replayed.graph)
+        assert replayed.values == [1 / 2**step]
+        assert left.values != replayed.values
+        replayed.values = []
+        rates.bring(replayed.graph)
+        assert replayed.values == []  # nothing has changed
     assert rates.failure is None
+
+
+def test_graphs_that_come_later_are_followed_too(changeable: None) -> None:
+    of = kernels(0.5)
+    rates = TableRates(of)
+    assert capture(rates)
+    rates.begin_capture()
+    rates.mark()
+    assert rates.end_capture(["later"])  # type: ignore[list-item]
+    of[0].learning_rate_tensor.fill_(0.25)
+    assert rates.follow()
+    for made in Arguments.made:
+        rates.bring(made.graph)
+        assert made.values == [0.25]
+    rates.dropped()
+    assert not rates.followed
+    of[0].learning_rate_tensor.fill_(0.125)
+    assert not rates.follow()
 
 
 def test_a_mark_that_no_kernel_has_takes_captures_anew(changeable: None) -> None:
