@@ -26,7 +26,7 @@ NO_PLACE = 1 << 30
 
 
 class DynamicRows:
-    """The memory of one rank's rows. Its methods launch work and never wait for it, but for those under Entries."""
+    """The memory of one rank's rows. Its methods launch work and never wait for it; those under Entries do."""
 
     def __init__(
         self, numbers: RowNumbers, tables: Tables, seed: int, places: RowPlaces, memory: tuple[Tensor, Tensor]

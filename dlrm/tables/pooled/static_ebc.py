@@ -14,6 +14,9 @@ samples, G = W * B, and the rank's T shards of C columns each:
 A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
 are summands of the output. Batches with too many for its lists run eagerly, on all ranks.
 
+Where rows have places, on two tiers of memory or made when they are first named (placed_rows.py), lookup and update
+take these in place of rows.
+
 In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
 itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
 

@@ -104,9 +104,9 @@ def beside_full(ranks: Ranks) -> dict[str, tuple[Trained, Trained]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_trains_what_tables_in_full_train(run_ranks: Callable[..., list[Any]], world_size: int) -> None:
-    for of_rank in run_ranks(world_size, beside_full):
+@pytest.mark.parametrize(("world_size", "nodes"), [(1, 1), (2, 1), (2, 2)])
+def test_trains_what_tables_in_full_train(run_ranks: Callable[..., list[Any]], world_size: int, nodes: int) -> None:
+    for of_rank in run_ranks(world_size, beside_full, nodes=nodes):
         assert of_rank.keys() == WAYS.keys()
         for full, dynamic in of_rank.values():
             check_equal(dynamic, full)
@@ -169,7 +169,7 @@ def test_a_batch_without_places_is_refused_on_every_rank(
     assert all(text.startswith("--dynamic-rows 900: a batch names rows that are new") for _, _, text in found)
 
 
-EVICTING = {"presort_ids": True, "dynamic_rows": 1400, "evict_rows": True}
+EVICTING = {"presort_ids": True, "dynamic_rows": 1100, "evict_rows": True}
 
 
 def begins_anew(ranks: Ranks) -> tuple[bool, bool, dict[str, int]]:
@@ -215,14 +215,18 @@ def second_half(pipeline: StaticPipeline, batches: Iterator[Batch]) -> tuple[Ten
     return losses, described
 
 
-def saves(ranks: Ranks, folder: Path, options: dict[str, Any]) -> Found:
+def saves(ranks: Ranks, folder: Path, options: dict[str, Any], count: int = STEPS) -> Found:
+    """Trains, saves and trains on; count: of its batches, after which it ends where it saves."""
     pipeline = static_pipeline(changed(PLAIN, **options), ranks)
-    batches = iter(batches_of(PLAIN, ranks, hot=0)[:STEPS])
+    batches = iter(batches_of(PLAIN, ranks, hot=0)[:count])
     for _ in range(BEFORE):
         pipeline.train_step(batches)
     state = in_full(pipeline, PLAIN)
     assert dist.group.WORLD is not None
     write_state(folder, own_pieces(pipeline.state_blocks(), ranks.rank), ranks.rank, dist.group.WORLD, lambda: None)
+    if count == BEFORE:
+        pipeline.close()
+        return torch.empty(0), state, {}
     losses, described = second_half(pipeline, batches)
     return losses, state, described
 
@@ -258,6 +262,22 @@ def test_goes_on_to_the_bit(run_ranks: Callable[..., list[Any]], tmp_path: Path,
         assert saved[2]["evicted"] >= read[2]["evicted"]
     evicted = max(read[2]["evicted"] for _, read in of_ranks)
     assert evicted > 100 if "evict_rows" in options else evicted == 0
+
+
+def ends_and_resumes(ranks: Ranks, folder: Path) -> tuple[Found, Found]:
+    undisturbed = saves(ranks, folder / "midway", EVICTING)
+    saves(ranks, folder / "end", EVICTING, BEFORE)
+    return undisturbed, resumes(ranks, folder / "end", EVICTING)
+
+
+def test_goes_on_to_the_bit_after_the_last_batch(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Beside which no other one came: its input dist places an old one again."""
+    for name in ("midway", "end"):
+        (tmp_path / name).mkdir()
+    of_ranks = run_ranks(2, ends_and_resumes, tmp_path)
+    for undisturbed, read in of_ranks:
+        assert torch.equal(undisturbed[0], read[0])
+    assert max(read[2]["evicted"] for _, read in of_ranks) > 100
 
 
 def resumes_or_refuses(ranks: Ranks, folder: Path) -> tuple[Found, list[str]]:

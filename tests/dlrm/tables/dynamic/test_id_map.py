@@ -129,12 +129,14 @@ def test_goes_on_from_entries(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> N
         assert torch.equal(one, two)
 
 
-def test_a_repeated_batch_is_counted_once() -> None:
+@pytest.mark.parametrize("again", [[1, 2, 3], [3, 4]])
+def test_a_repeated_batch_is_counted_once(again: list[int]) -> None:
+    """The last one, or, of two slots in turn, the one before it."""
     ours = IdMap(10, True, CPU)
-    run(ours, [[1, 2, 3]])
+    run(ours, [[1, 2, 3], [3, 4], [1, 2, 3]])
     before = [tensor.clone() for tensor in ours.memory()]
     ours.next_batch(torch.tensor([0], dtype=torch.int32))
-    assert placed(ours, [1, 2, 3])[1] == 0
+    assert placed(ours, again)[1] == 0
     assert all(torch.equal(*of) for of in zip(before, ours.memory(), strict=True))
 
 
