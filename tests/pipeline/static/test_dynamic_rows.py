@@ -22,7 +22,7 @@ from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
 from dlrm_bench.pipeline.dynamic_state import IDS, ROWS
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
-from tests.cases import WAYS
+from tests.cases import GPU_PLACES, WAYS
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.static.test_tiers import CONFIG, MODEL, STEPS, batches_of
 from tests.pipeline.whole_state import whole_state
@@ -84,7 +84,7 @@ def train(ranks: Ranks, config: RunConfig) -> Trained:
     same = in_full(pipeline, config)
     assert all(torch.equal(value, same[key]) for key, value in state.items()), "describing changes nothing"
     pipeline.close()
-    return Trained(torch.stack(losses), torch.cat(logits), state, described)
+    return Trained(torch.stack(losses).cpu(), torch.cat(logits).cpu(), state, described)
 
 
 def check_equal(a: Trained, b: Trained) -> None:
@@ -135,6 +135,20 @@ def test_so_do_halves_in_graphs_and_sgd(run_ranks: Callable[..., list[Any]], wor
         for full, dynamic in of_rank.values():
             check_equal(dynamic, full)
             assert all(rows["used"] == rows["made"] > 300 for rows in dynamic.rows)
+
+
+def beside_full_on_gpus(ranks: Ranks) -> list[tuple[Trained, Trained]]:
+    """Returns the same with graphs, of tables that lie on the same ranks."""
+    graphs = changed(CONFIG, cuda_graph="iteration", overlap=True, constraints=("0-2=table-wise",))
+    configs = [graphs, changed(graphs, peer_memory=True)]
+    return [(train(ranks, config), train(ranks, changed(config, dynamic_rows=PLACES))) for config in configs]
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
+def test_so_do_graphs_on_gpus(run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool) -> None:
+    for of_rank in run_ranks(world_size, beside_full_on_gpus, gpu=gpu):
+        for full, dynamic in of_rank:
+            check_equal(dynamic, full)
 
 
 # Places that are taken
