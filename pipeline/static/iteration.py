@@ -69,7 +69,7 @@ class Iteration:
         dense, streams, context = self._dense, self._streams, self._context
         with streams.iteration():
             in_tiers = self._ebc.in_tiers  # what comes over the link to the host takes long: it begins first
-            sorts_first = self._ebc.places_rows
+            sorts_first = self._ebc.places_rows  # all hosts wait to hear that rows have places
             with streams.beside(on.TIERS if in_tiers else on.INPUT_DIST) as incoming:
                 self._exchange_ids(ahead)
                 if sorts_first:
@@ -93,9 +93,8 @@ class Iteration:
                 with streams.on(tables):
                     streams.join(incoming)
                     self._ebc.bring_late_rows(ahead.ids)
-            if (
-                not sorts_first
-            ):  # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, in small blocks.
+            if not sorts_first:
+                # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, in small blocks.
                 with streams.beside(on.SORT, incoming, last):
                     self._sort_ids(ahead)
             if self._memory is not None:
@@ -140,7 +139,8 @@ class Iteration:
         self._dense.local_forward(slot.batch)
 
     def input_dist(self, slot: Slot) -> None:
-        """Fetches the next batch into `slot`, distributes its ids, sorts them, and brings its rows to their places."""
+        """Fetches the next batch into `slot`, distributes its ids, sorts them, and brings its rows to their places, or
+        makes them there."""
         self._exchange_ids(slot)
         self._sort_ids(slot)
         self._bring_rows(slot)

@@ -17,10 +17,13 @@ from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.dcnv2 import static_schedule
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.table_memory import HEADROOM
 from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
 from dlrm_bench.pipeline.dynamic_state import IDS, ROWS
+from dlrm_bench.pipeline.static import pipeline as static
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import GPU_PLACES, WAYS
 from tests.pipeline.cpu_graphs import capture_on_cpu
@@ -181,6 +184,23 @@ def test_a_batch_without_places_is_refused_on_every_rank(
     assert all(of_rank[0] == found[0][0] for of_rank in found)
     assert all(unchanged for _, unchanged, _ in found)
     assert all(text.startswith("--dynamic-rows 900: a batch names rows that are new") for _, _, text in found)
+
+
+def without_memory(ranks: Ranks) -> str:
+    """Returns the refusal where one rank has no room for the rows of an evaluation beside its places."""
+    config = changed(PLAIN, dynamic_rows=PLACES)
+    enough = int(bytes_of(PLACES, MODEL.embedding_dim, MODEL.embedding_dim) / HEADROOM) + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static, "device_memory_bytes", lambda of: enough if of.rank == 0 else 1 << 40)
+        with pytest.raises(ValueError, match="does not fit") as caught:
+            static_pipeline(config, ranks)
+    return str(caught.value)
+
+
+def test_memory_for_an_evaluation_is_checked_on_every_rank(run_ranks: Callable[..., list[Any]]) -> None:
+    one, other = run_ranks(2, without_memory)
+    assert one == other
+    assert one.startswith(f"--dynamic-rows {PLACES} does not fit: rows, state and map need")
 
 
 EVICTING = {"presort_ids": True, "dynamic_rows": 1100, "evict_rows": True}
