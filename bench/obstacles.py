@@ -57,7 +57,8 @@ def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
     if isinstance(pipeline, StaticOptions):
         memory = rank_memory_bytes(ranks, pipeline.tiers)
         if pipeline.dynamic_rows is not None:
-            check_places_fit(tables.columns, pipeline.dynamic_rows, memory, ranks.device)
+            states = config.optimizer.tables.state_columns(tables.columns)
+            check_places_fit(tables.columns, pipeline.dynamic_rows, memory, ranks.device, states)
             return
     else:
         memory = device_memory_bytes(ranks)

@@ -82,12 +82,20 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
     if options.tiers is not None:
         print_tiers(console, config, plan, topology, options.tiers, costs)
+    if options.dynamic_rows is not None:
+        hot = max(sum(tables.hot[shard.table] for shard in plan.of_rank(rank)) for rank in range(world_size))
+        needed = _places_gb(config, costs, options.dynamic_rows, global_batch_size * hot)
+        console.print(
+            f"{_share_of_rows(config, world_size, options.dynamic_rows)}; {needed:.1f} GB a rank with state, map "
+            "and the rows of an evaluation that nobody has named. The table shows what all rows would take"
+        )
 
 
 def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: GpuCosts) -> Plan:
     """Returns the plan of the static pipeline; ValueError where there is none."""
-    tables, memory_bytes = config.model.tables, int(costs.memory_bytes * HEADROOM)
-    if options.tiers is not None:
+    tables = config.model.tables
+    memory_bytes = int(costs.memory_bytes * HEADROOM) if options.dynamic_rows is None else None
+    if options.tiers is not None and memory_bytes is not None:
         host_bytes = int(costs.host_memory_bytes * HEADROOM)
         of_node = (memory_bytes, host_bytes * topology.gpus_per_node)
         check_tiers_fit(tables, config.optimizer.tables, options.tiers, topology, *of_node)
@@ -100,6 +108,7 @@ def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: 
         options.splits_rows(topology.nodes),
         costs,
         options.constraints_on(tables),
+        options.splits_columns,
     )
 
 
@@ -138,21 +147,36 @@ def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> No
 
 def _print_dynamic_rows(config: RunConfig, topology: Topology, costs: GpuCosts, places: int) -> None:
     """Prints what each rank has memory for where rows are made when they are first named."""
-    tables, ranks = config.model.tables, topology.world_size
-    needed, available = 1e-9 * bytes_of(places, tables.columns), 1e-9 * costs.memory_bytes * HEADROOM
+    tables, ranks, needed = config.model.tables, topology.world_size, _places_gb(config, costs, places)
+    Console(width=120, markup=False, highlight=False).print(
+        f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: "
+        f"{_share_of_rows(config, ranks, places)}; {needed:.1f} GB a rank with state and map, where all rows would "
+        f"take {tables.bytes / ranks / 1e9:.1f}. How many a training names: "
+        f"dlrm-bench data rows --preset {config.preset}"
+    )
+    _print_rank(config, topology, costs, needed)
+
+
+def _places_gb(config: RunConfig, costs: GpuCosts, places: int, unnamed: int = 0) -> float:
+    """Returns the GB of a rank with so many places, unnamed as bytes_of takes it; ValueError where it has less."""
+    columns = config.model.tables.columns
+    states = config.optimizer.tables.state_columns(columns)
+    needed, available = 1e-9 * bytes_of(places, columns, states, unnamed), 1e-9 * costs.memory_bytes * HEADROOM
     if needed > available:
         raise ValueError(
             f"--dynamic-rows {places}: rows, state and map take {needed:.1f} GB of the {available:.1f} GB that a rank "
             "has; use more ranks with fewer rows each"
         )
-    share = min(1.0, places * ranks / sum(tables.rows))
-    Console(width=120, markup=False, highlight=False).print(
-        f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: rows "
-        f"are made when they are first named, {places:,} of each rank's at most, {share:.1%} of all "
-        f"{sum(tables.rows):,}; {needed:.1f} GB a rank with state and map, where all rows would take "
-        f"{tables.bytes / ranks / 1e9:.1f}. How many a training names: dlrm-bench data rows --preset {config.preset}"
+    return needed
+
+
+def _share_of_rows(config: RunConfig, ranks: int, places: int) -> str:
+    """Returns in words how many of all rows have places."""
+    rows = sum(config.model.tables.rows)
+    return (
+        f"rows are made when they are first named, {places:,} of each rank's at most, "
+        f"{min(1.0, places * ranks / rows):.1%} of all {rows:,}"
     )
-    _print_rank(config, topology, costs, needed)
 
 
 def _print_rank(config: RunConfig, topology: Topology, costs: GpuCosts, needed: float) -> None:

@@ -57,8 +57,9 @@ def _print(outcome: Outcome) -> int:
             highlight=False,
             soft_wrap=True,
         )
-    for line in [*tiers_in_words(record), *snapshots_in_words(record), *conditions_in_words(record)]:
-        console.print(line)
+    for in_words in (tiers_in_words, dynamic_rows_in_words, snapshots_in_words, conditions_in_words):
+        for line in in_words(record):
+            console.print(line)
     if training["status"] == "no_target":
         console.print("finished     all iterations; no target AUC was set, so nothing was evaluated")
     status = EXIT_TARGET_MISSED if missed else 0
@@ -109,6 +110,17 @@ def tiers_in_words(record: RunRecord) -> list[str]:
         f"table tiers  a batch had {moved:,.0f} rows brought from host memory, and used {in_place:,.0f} there"
         + (repeats if distinct < batches else "")
     ]
+
+
+def dynamic_rows_in_words(record: RunRecord) -> list[str]:
+    """Returns a sentence on the rows that were made when they were first named, of a run whose rows are."""
+    ranks = record["pipeline"].get("dynamic_rows")
+    if not ranks:
+        return []
+    used, places = max((rows["used"], rows["places"]) for rows in ranks)
+    made, evicted, returned = (sum(rows[name] for rows in ranks) for name in ("made", "evicted", "returned"))
+    lost = f", {evicted:,} lost their places, of which {returned:,} were named again" if evicted else ""
+    return [f"dynamic rows {made:,} made{lost}; the fullest rank uses {used:,} of {places:,} places"]
 
 
 def snapshots_in_words(record: RunRecord) -> list[str]:

@@ -23,8 +23,9 @@ class LadderCommand:
     rungs, fused kernels, the static pipeline), static-ends (stock, fused kernels and the last rung of static) and
     dynamic-rows (the last rung of static, and with --dynamic-rows). DLRM-DCNv2 also has five-stage (each rung adds one
     switch), five-stage-trim-first (the same switches in another order), tiers (half of the rows in host memory, by
-    TorchRec and by --table-memory, and none), fp8 (ends and --fp8), reading (the last rung on random batches and on the
-    day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu (runs without a GPU)."""
+    TorchRec and by --table-memory, and none), dynamic-rows (the last rung, and with --dynamic-rows), fp8 (ends and
+    --fp8), reading (the last rung on random batches and on the day files of --data.path), same-pipelines (one rung of
+    each pipeline twice) and cpu (runs without a GPU)."""
     rounds: int | Literal["auto"] = 5
     """Number of runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
     detect: str = "2%"

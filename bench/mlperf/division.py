@@ -18,6 +18,8 @@ def division_of(config: RunConfig, dataset: Dataset, global_batch_size: int) -> 
     run = {field.name: getattr(config, field.name) for field in fields(config)}
     run["global_batch_size"] = global_batch_size
     obstacles = list(ruleset.obstacles(config, run, dataset))
+    if getattr(config.pipeline, "evict_rows", False):
+        obstacles.append("--evict-rows: rows that lost their places begin anew, which full tables' do not")
     return ("open" if obstacles else "closed"), obstacles
 
 

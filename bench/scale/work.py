@@ -92,11 +92,12 @@ def plan_on(topology: Topology, training: TrainingConfig, costs: GpuCosts, optio
     return plan_for(
         training,
         topology,
-        int(costs.memory_bytes * HEADROOM),
+        None if options.dynamic_rows is not None else int(costs.memory_bytes * HEADROOM),
         options.replicates(topology.nodes),
         options.splits_rows(topology.nodes),
         costs,
         options.constraints_on(training.model.tables),
+        options.splits_columns,
     )
 
 

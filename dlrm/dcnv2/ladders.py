@@ -150,6 +150,14 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         ),
         Rung("all-on-the-gpu", _FULL[-1].flags, "Host memory: all rows are on the GPU."),
     ),
+    "dynamic-rows": (
+        _FULL[-1],
+        Rung(
+            "dynamic-rows",
+            (*_FULL[-1].flags, "--dynamic-rows", "30000000"),
+            "Splits of columns, and rows that no batch names: a row is made when it is first named.",
+        ),
+    ),
     "reading": (
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),
         Rung("files", (*_READING, "multi_hot"), "Nothing: the same on batches from the day files of --data.path."),

@@ -123,8 +123,6 @@ def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> 
         yield f"--evaluations-per-epoch is {run['evaluations_per_epoch']}, MLPerf's {MLPERF_EVALUATIONS}"
     if replace(optimizer, learning_rate=1e-6) != OptimizerConfig(learning_rate=1e-6):
         yield "the optimizers are not MLPerf's Adam and row-wise Adagrad"
-    if getattr(getattr(config, "pipeline", None), "evict_rows", False):
-        yield "--evict-rows: rows that lost their places begin anew, which full tables' do not"
     batch = run["global_batch_size"]
     if not _BATCHES[0] <= batch <= _BATCHES[1]:
         yield f"the global batch is {batch}: reference convergence points are of {_BATCHES[0]} to {_BATCHES[1]}"

@@ -46,14 +46,9 @@ class Overflows:
             dist.all_reduce(excess, dist.ReduceOp.MAX, group=self._group)
         out.copy_(excess, non_blocking=True)
 
-    def any(self, out: Tensor) -> bool:
-        """Returns whether the batch overflows on any rank, the same on all; waits until the device has exchanged it.
-        RuntimeError where the device has failed."""
-        return self.largest(out) > 0
-
     def largest(self, out: Tensor) -> int:
-        """Returns the greatest excess of all ranks, the same on all, 0 or less where no list overflows; waits as `any`
-        does."""
+        """Returns the greatest excess of all ranks, the same on all, 0 or less where no list overflows; waits until the
+        device has exchanged it. RuntimeError where the device has failed."""
         return arrived(out)
 
 

@@ -42,14 +42,17 @@ def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:
     return int(int(least) * HEADROOM)
 
 
-def check_places_fit(columns: int, places: int, available_bytes: int, device: torch.device) -> None:
+def check_places_fit(
+    columns: int, places: int, available_bytes: int, device: torch.device, states: int = 1, unnamed: int = 0
+) -> None:
     """Raise ValueError, on every rank, if memory for `places` dynamic rows of fp32 exceeds that of any rank.
 
-    available_bytes: this rank's.
+    available_bytes: this rank's. states, unnamed: as bytes_of takes them, unnamed of this rank.
     """
-    least = torch.tensor([available_bytes], dtype=torch.int64, device=device)
+    own = [available_bytes, -bytes_of(places, columns, states, unnamed)]
+    least = torch.tensor(own, dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    needed, available = bytes_of(places, columns), int(least) * HEADROOM
+    available, needed = int(least[0]) * HEADROOM, -int(least[1])
     if needed > available:
         raise ValueError(
             f"--dynamic-rows {places} does not fit: rows, state and map need {needed / 1e9:.1f} GB of a rank, which "

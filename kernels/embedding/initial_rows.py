@@ -66,13 +66,13 @@ def uniform(counters: Tensor, key: int | Tensor) -> Tensor:
 def initial_rows(out: Tensor, targets: Tensor, numbers: Tensor, of: RowsOfTables) -> None:
     """Writes the initial weights of row numbers[n] of an owner to out[targets[n]]; nothing where targets[n] is below 0.
 
-    out: fp32, bf16 or fp16 [R, C], C a power of two; targets: int32 [N], each below R; numbers: integers [N], each at
-    least 0 where its target is. All contiguous.
+    out: fp32, bf16 or fp16 [R, C], C a power of two, columns adjacent; targets: int32 [N], each below R; numbers:
+    integers [N], each at least 0 where its target is. Both contiguous.
     """
     columns = out.shape[1]
     assert targets.dtype == torch.int32 and targets.shape == numbers.shape, "targets: int32 [N], numbers: [N]"
     assert columns == next_power_of_2(columns), f"columns: a power of two, not {columns}"
-    assert all(tensor.is_contiguous() for tensor in (out, targets, numbers)), "contiguous tensors only"
+    assert out.stride(1) == 1 and targets.is_contiguous() and numbers.is_contiguous(), "adjacent elements only"
     write = triton_initial_rows if out.is_cuda else plain_initial_rows
     write(out, targets, numbers, of)
 
@@ -95,7 +95,8 @@ def triton_initial_rows(out: Tensor, targets: Tensor, numbers: Tensor, of: RowsO
         return
     tile, tables = max(1, _TILE_ELEMENTS // columns), len(of.keys)
     tensors = (out, targets, numbers, of.first_rows, of.keys, of.scales, of.bounds)
-    sizes = (count, of.row_part, of.row_parts, tables, next_power_of_2(tables), columns, tile, GOLDEN, MIX_1, MIX_2)
+    numbering = (of.row_part, of.row_parts, tables, next_power_of_2(tables))
+    sizes = (count, out.stride(0), *numbering, columns, tile, GOLDEN, MIX_1, MIX_2)
     # Without fusion: a product and a difference that are rounded one after the other, as PyTorch's are.
     _initial_rows_kernel[(cdiv(count, tile),)](*tensors, *sizes, num_warps=4, enable_fp_fusion=False)
 
@@ -118,6 +119,7 @@ def _initial_rows_kernel(
     scales,
     bounds,
     count,
+    stride,
     row_part,
     row_parts,
     tables: tl.constexpr,
@@ -140,5 +142,5 @@ def _initial_rows_kernel(
         x = ((row << 20)[:, None] + column) * golden + tl.load(keys + table)[:, None]
         drawn = ((mix_kernel(x, mix_1, mix_2) >> 40) & 0xFFFFFF).to(tl.float32)
         value = drawn * tl.load(scales + table)[:, None] - tl.load(bounds + table)[:, None]
-        place = out + target.to(tl.int64)[:, None] * columns + column
+        place = out + target.to(tl.int64)[:, None] * stride + column
         tl.store(place, value.to(out.dtype.element_ty), (target >= 0)[:, None])

@@ -12,12 +12,14 @@ from dlrm_bench.dlrm.tables.pooled.ways import EmbeddingBarriers
 INPUT_DIST = Stream(
     name="input_dist",
     priority=Priority.FILL,
-    carries="the next batch: its way to the device, the exchange of its ids, the picking of split tables' rows",
+    carries="the next batch: its way to the device, the exchange of its ids, the picking of split tables' rows; where "
+    "rows are made when they are first named, the sort of its ids, their places and the new rows",
 )
 AGREEMENT = Stream(
     name="agreement",
     priority=Priority.FILL,
-    carries="the ranks' agreement whether the next batch overflows any list of picked ids; no sort waits for it",
+    carries="the ranks' agreement whether the next batch overflows any list of picked ids, or has rows without places; "
+    "no sort waits for it",
 )
 TIERS = Stream(
     name="tiers",

@@ -69,12 +69,13 @@ class Iteration:
         dense, streams, context = self._dense, self._streams, self._context
         with streams.iteration():
             in_tiers = self._ebc.in_tiers  # what comes over the link to the host takes long: it begins first
+            sorts_first = self._ebc.places_rows  # all hosts wait to hear that rows have places
             with streams.beside(on.TIERS if in_tiers else on.INPUT_DIST) as incoming:
                 self._exchange_ids(ahead)
-                if in_tiers:
+                if sorts_first:
                     self._sort_ids(ahead)
                     self._bring_rows(ahead)
-            if self._ebc.splits_rows:
+            if self._ebc.agrees:
                 with streams.beside(on.AGREEMENT, incoming):
                     self._agree(ahead)
             with record_function("embedding_forward"):
@@ -92,7 +93,8 @@ class Iteration:
                 with streams.on(tables):
                     streams.join(incoming)
                     self._ebc.bring_late_rows(ahead.ids)
-            else:  # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, in small blocks.
+            if not sorts_first:
+                # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, in small blocks.
                 with streams.beside(on.SORT, incoming, last):
                     self._sort_ids(ahead)
             if self._memory is not None:
@@ -137,11 +139,12 @@ class Iteration:
         self._dense.local_forward(slot.batch)
 
     def input_dist(self, slot: Slot) -> None:
-        """Fetches the next batch into `slot`, distributes its ids, sorts them, and brings its rows to their places."""
+        """Fetches the next batch into `slot`, distributes its ids, sorts them, and brings its rows to their places, or
+        makes them there."""
         self._exchange_ids(slot)
-        self._agree(slot)
         self._sort_ids(slot)
         self._bring_rows(slot)
+        self._agree(slot)
         self._ebc.bring_late_rows(slot.ids)
 
     def _exchange_ids(self, slot: Slot) -> None:
@@ -159,7 +162,7 @@ class Iteration:
 
     def _bring_rows(self, slot: Slot) -> None:
         with record_function("input_dist"):
-            self._ebc.bring_rows(slot.ids)
+            self._ebc.bring_rows(slot.ids, self._fetcher.is_new)
 
     def evaluate(self, now: Slot, ahead: Slot) -> Tensor:
         """Returns the logits of `now`'s batch, by weights that were gathered before, and brings the next batch to
@@ -170,6 +173,7 @@ class Iteration:
                 self.input_dist(ahead)
             self._local_forward(now)
             self._dense.copy_weights()
+            self._ebc.place_unnamed(now.ids)
             for part, rows in enumerate(self._dense.shape.rows):
                 self._ebc.output_dist(self._ebc.lookup(now.ids, part), self._dense.inputs[rows], part)
                 logits.append(self._dense.logits(part))

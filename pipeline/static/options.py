@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
-from dlrm_bench.dlrm.optimizers import Adagrad
-from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
+from dlrm_bench.dlrm.optimizers import Adagrad, RowWiseAdagrad, TableOptimizer
+from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES, RowPlaces
 from dlrm_bench.dlrm.tables.plan.constraints import FLAG, Constraints, parse_constraints
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
@@ -41,7 +41,7 @@ class StaticOptions:
     device beside the training, and rows that are named less often leave it. Needs presort_ids. None: all of them."""
     dynamic_rows: int | None = None
     """Have memory for so many rows of all tables on each rank, in place of all rows: a row is made when a batch first
-    names it, with the weights and state that it would have had. For tables whose rows are looked up one by one. Without
+    names it, with the weights and state that it would have had. Pooled tables are then each whole on one rank. Without
     --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
     places."""
     evict_rows: bool = False
@@ -75,6 +75,10 @@ class StaticOptions:
             "--evict-rows takes places of --dynamic-rows away: give their number",
         )
         require(
+            self.dynamic_rows is None or self.table_memory is None,
+            "--dynamic-rows holds the rows that were named, and --table-memory all of them, in two tiers: choose one",
+        )
+        require(
             self.table_counts is None or self.tiers is not None,
             f"--table-counts {self.table_counts} is for --table-memory: add that, or leave it out",
         )
@@ -87,6 +91,11 @@ class StaticOptions:
         return replace(TableMemory.parse(self.table_memory), counts=self.table_counts)
 
     @property
+    def row_places(self) -> RowPlaces | None:
+        """The places of --dynamic-rows and --evict-rows; None where all rows are in memory."""
+        return None if self.dynamic_rows is None else RowPlaces(self.dynamic_rows, self.evict_rows)
+
+    @property
     def needs_gpu(self) -> str | None:
         """The flag that needs a GPU, with what to choose without one; None if there is no such flag."""
         if self.cuda_graph != "none":
@@ -95,13 +104,20 @@ class StaticOptions:
 
     def replicates(self, nodes: int) -> bool:
         """Whether small tables may be replicated: not where pooled vectors reach all ranks through peer memory, as
-        their summed gradients would be an iteration's only collective."""
-        return nodes > 1 or not self.peer_memory
+        their summed gradients would be an iteration's only collective; nor dynamic rows, of which each has one owner
+        whatever the number of ranks."""
+        return self.dynamic_rows is None and (nodes > 1 or not self.peer_memory)
 
     def splits_rows(self, nodes: int) -> bool:
         """Whether the plan may split tables by rows: the update from sorted ids skips other ranks' rows, and only
-        collectives add parts of pooled vectors up; rows in tiers of memory are in no parts."""
-        return self.presort_ids and self.table_memory is None and (nodes > 1 or not self.peer_memory)
+        collectives add parts of pooled vectors up; rows that have places are in no parts."""
+        placed = self.table_memory is not None or self.dynamic_rows is not None
+        return self.presort_ids and not placed and (nodes > 1 or not self.peer_memory)
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether the plan may split tables by columns: a dynamic row is saved whole."""
+        return self.dynamic_rows is None
 
     def constraints_on(self, tables: Tables) -> Constraints:
         """Returns the user's constraints; ValueError names a word that is none, or that this pipeline cannot obey."""
@@ -111,6 +127,11 @@ class StaticOptions:
                 constraint.device_share is None,
                 f"{FLAG} {tables.names[table]}={constraint}: the static pipeline places rows by how often they are "
                 "named over all tables: leave hbm out",
+            )
+            require(
+                self.dynamic_rows is None or constraint.kind in (None, "table-wise"),
+                f"{FLAG} {tables.names[table]}={constraint}: with --dynamic-rows each table is whole on one rank: "
+                "choose table-wise",
             )
         return constraints
 
@@ -125,10 +146,7 @@ class StaticOptions:
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
         self.constraints_on(config.model.tables)
-        require(
-            self.dynamic_rows is None or not config.model.tables.pooled,
-            "--dynamic-rows is for tables whose rows are looked up one by one, which DLRMv4 has: leave it out",
-        )
+        self._check_dynamic_rows(config.model.tables, optimizer)
         require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "
@@ -147,4 +165,30 @@ class StaticOptions:
             not fbgemm or self.cuda_graph == "none" or config.optimizer.rate(1) is None,
             f"--cuda-graph {self.cuda_graph} captures FBGEMM's update with its learning rate, which here changes with "
             "the iterations: add --presort-ids, or choose --cuda-graph none",
+        )
+
+    def _check_dynamic_rows(self, tables: Tables, optimizer: TableOptimizer) -> None:
+        """Raises ValueError where pooled tables cannot have --dynamic-rows. For row-wise Adagrad FBGEMM has one kernel
+        for tables that share memory and another for others, which round differently."""
+        if self.dynamic_rows is None or not tables.pooled:
+            return
+        require(
+            tables.columns & (tables.columns - 1) == 0,
+            "--dynamic-rows makes rows of a power of two of columns: leave it out with --model.embedding-dim "
+            f"{tables.columns}",
+        )
+        require(
+            not isinstance(optimizer, RowWiseAdagrad),
+            f"--dynamic-rows: pooled tables of --optimizer.embedding {optimizer.name} would round otherwise than full "
+            "ones: choose adagrad or sgd, or leave it out",
+        )
+        require(
+            self.dynamic_rows >= tables.count,
+            f"--dynamic-rows is {self.dynamic_rows}: a rank may have any of {tables.count} tables, and warms up on a "
+            "row of each: give as many places, or more",
+        )
+        require(
+            sum(tables.rows) < 1 << 31,
+            f"--dynamic-rows: the tables have {sum(tables.rows)} rows in all, which are numbered with 31 bits: choose "
+            "tables of fewer rows",
         )

@@ -1,6 +1,7 @@
 """The five-stage pipeline on the static EBC: iterations of fixed shapes, eager or as one CUDA graph each."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_bench.dlrm.batch_shape import BatchShape
 from dlrm_bench.dlrm.benchmark import Parts
 from dlrm_bench.dlrm.config import TrainingConfig, check_learning_rate
 from dlrm_bench.dlrm.data.batch import Batch
@@ -25,7 +27,14 @@ from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC, TableUpdates
 from dlrm_bench.dlrm.tables.pooled.ways import Collectives, InPeerMemory, Layout, OverNodes, Way
-from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, rank_memory_bytes, table_memory_bytes
+from dlrm_bench.dlrm.tables.table_memory import (
+    check_places_fit,
+    check_tables_fit,
+    device_memory_bytes,
+    rank_memory_bytes,
+    table_memory_bytes,
+)
+from dlrm_bench.pipeline.dynamic_state import dynamic_blocks
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.check_ids import check_ids
@@ -38,7 +47,7 @@ from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
 from dlrm_bench.pipeline.static.table_load import embedding_load
-from dlrm_bench.pipeline.static.warm_up import unchanged, warm_up_batch
+from dlrm_bench.pipeline.static.warm_up import ROWS, unchanged, warm_up_batch
 
 # Iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
 _EAGER_ITERATIONS = 3
@@ -55,17 +64,18 @@ class StaticPipeline:
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
         tables, optimizer = config.model.tables, config.optimizer
-        tiers = options.tiers
-        check_tables_fit(tables, optimizer.tables, rank_memory_bytes(ranks, tiers), device)
+        if options.row_places is None:
+            check_tables_fit(tables, optimizer.tables, rank_memory_bytes(ranks, options.tiers), device)
         self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self._plan = plan_for(
             config,
             Topology.of(ranks.world_size, ranks.local_world_size),
-            table_memory_bytes(ranks, tiers),
+            table_memory_bytes(ranks, options.tiers) if options.row_places is None else None,
             replicate=options.replicates(ranks.nodes),
             split_rows=options.splits_rows(ranks.nodes),
             costs=costs_of(self._gpu),
             constraints=options.constraints_on(tables),
+            split_columns=options.splits_columns,
         )
         self._memory = PeerMemory(ranks) if options.peer_memory else None
         self.dense = parts.static_dense(config, options.dense, ranks, self._memory)
@@ -73,7 +83,8 @@ class StaticPipeline:
         """The learning rate of all weights on the device, fp32 [1]."""
         layout = Layout(tables, self._plan, ranks, self.dense.shape)
         updates = TableUpdates(optimizer.tables, self._rate, options.presort_ids)
-        self.ebc = StaticEBC(layout, updates, self._way(), config.seed, tiers)
+        self._check_places_fit(self.dense.shape)
+        self.ebc = StaticEBC(layout, updates, self._way(), config.seed, options.row_places or options.tiers)
         self._learning_rate = optimizer.learning_rate
         # Batch n uses slot n % 2.
         self._slots = [self._new_slot() for _ in range(2)]
@@ -96,6 +107,17 @@ class StaticPipeline:
         self._launched = 0
         """Iterations of the warm-up, too."""
 
+    def _check_places_fit(self, shape: BatchShape) -> None:
+        """Raises ValueError, on every rank, where rows that are made have no room on any. Collective."""
+        places, tables, ranks = self._options.row_places, self._config.model.tables, self._ranks
+        if places is None:
+            return
+        hot = sum(tables.hot[shard.table] for shard in self._plan.of_rank(ranks.rank))
+        states = self._config.optimizer.tables.state_columns(tables.columns)
+        unnamed = shape.samples * ranks.world_size * hot
+        memory = device_memory_bytes(ranks)
+        check_places_fit(tables.columns, places.count, memory, ranks.device, states, unnamed)
+
     def _way(self) -> Way:
         """Returns the way in which ids, pooled vectors and their gradients travel."""
         if self._memory is None:
@@ -111,8 +133,12 @@ class StaticPipeline:
         optimizer state are as before afterwards. See pipeline/interface.py."""
         assert self._named == 0, "a warm-up comes before the first batch"
         pin = self._ranks.device.type == "cuda"
-        batch = warm_up_batch(self.dense.layout, self._config.model.tables, pin)
-        with unchanged(list(self.ebc.table_shards()), self.dense.buckets, self._guard, self._ranks):
+        tables, places = self._config.model.tables, self._options.row_places
+        named = ROWS if places is None else min(ROWS, places.count // tables.count)
+        batch = warm_up_batch(self.dense.layout, tables, pin, named)
+        dynamic, shards = self.ebc.dynamic, list(self.ebc.table_shards())
+        rows = nullcontext() if dynamic is None else dynamic.unchanged(dynamic.numbers.first(named))
+        with unchanged(shards, rows, self.dense.buckets, self._guard, self._ranks):
             steps = _EAGER_ITERATIONS + len(self._slots)  # which replay the graph of each slot
             batches = repeat(batch, steps)
             for _ in range(steps):
@@ -165,6 +191,8 @@ class StaticPipeline:
 
     def go_on_after(self, iterations: int) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline: nothing here is drawn at random."""
+        if self.ebc.dynamic is not None:
+            self.ebc.dynamic.map.go_on_after(iterations)
 
     def tallies(self) -> Tallies:
         """See dlrm_bench.pipeline.interface.Pipeline."""
@@ -204,7 +232,7 @@ class StaticPipeline:
                 [_describe_shard(s, names) for s in self._plan.of_rank(rank)] for rank in range(self._ranks.world_size)
             ],
             **self._describe_overflows(),
-            **self._describe_tiers(),
+            **self._describe_placed_rows(),
             **self._describe_eight_bits(),
             **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
@@ -220,15 +248,18 @@ class StaticPipeline:
         dist.all_gather_object(overflows, self._overflows)
         return {"batches_over_capacity": overflows}
 
-    def _describe_tiers(self) -> dict[str, Any]:
-        """Returns the rows of each rank on each tier, and what came to the device, where rows are on two tiers.
-        Collective."""
-        own = self.ebc.describe_tiers()
+    def _describe_placed_rows(self) -> dict[str, Any]:
+        """Returns the rows of each rank on each tier, and what came to the device, where rows are on two tiers; places
+        and what was made, where rows are made when they are first named. Collective."""
+        dynamic = self.ebc.dynamic
+        own, name = self.ebc.describe_tiers(), "table_tiers"
+        if dynamic is not None:
+            own, name = {**dynamic.map.describe()}, "dynamic_rows"
         if own is None:
             return {}
         of_ranks = [own] * self._ranks.world_size
         dist.all_gather_object(of_ranks, own)
-        return {"table_tiers": of_ranks}
+        return {name: of_ranks}
 
     def _describe_eight_bits(self) -> dict[str, Any]:
         """Returns counts of numbers, evaluations' among them, that were too large for eight bits and became the
@@ -254,7 +285,10 @@ class StaticPipeline:
         blocks = StateBlocks(*(self._blocks(which) for which in _MASTER_AND_STATE))
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize()
-        return blocks
+        if self.ebc.dynamic is None:
+            return blocks
+        rows = dynamic_blocks(self.ebc.dynamic, self._ranks)
+        return StateBlocks(blocks.weights | rows.weights, blocks.optimizer | rows.optimizer)
 
     def take_blocks(self, blocks: StateBlocks) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline."""
@@ -270,7 +304,7 @@ class StaticPipeline:
         held = {table.shard: table.weights if which == "master" else table.state for table in self.ebc.table_shards()}
         blocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.state_dict(which).items()}
         state_columns = self._config.optimizer.tables.state_columns
-        for s in self._plan.shards:
+        for s in self._plan.shards if self.ebc.dynamic is None else ():
             columns = s.columns if which == "master" else state_columns(s.columns)
             if columns == 0:
                 continue

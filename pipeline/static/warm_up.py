@@ -2,7 +2,7 @@
 training, and leave no trace in weights and optimizer state."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -15,33 +15,39 @@ from dlrm_bench.dlrm.tables.pooled.static_ebc import TableShard
 from dlrm_bench.dlrm.tables.tables import Tables
 
 ROWS = 4096
-"""Rows of each table that a warm-up batch names: its ids are below this. Few enough to keep copies of, many enough that
-no row takes longer than those of a usual batch."""
+"""Rows of each table that a warm-up batch names, at most: its ids are below this. Few enough to keep copies of, many
+enough that no row takes longer than those of a usual batch."""
 
 
-def warm_up_batch(layout: BatchLayout, tables: Tables, pin: bool) -> Batch:
-    """Returns a batch of zeros but for its ids, which go through the first ROWS rows of each table."""
+def warm_up_batch(layout: BatchLayout, tables: Tables, pin: bool, named: int = ROWS) -> Batch:
+    """Returns a batch of zeros but for its ids, which go through the first `named` rows of each table."""
     batch = Batch.of_layout(layout, pin)
     batch.storage.zero_()
     for rows, block in zip(tables.rows, feature_blocks(batch.ids, tables.hot), strict=True):
-        block.copy_((torch.arange(block.numel()) % min(rows, ROWS)).view_as(block))
+        block.copy_((torch.arange(block.numel()) % min(rows, named)).view_as(block))
     return batch
 
 
 @contextmanager
 def unchanged(
-    tables: Sequence[TableShard], buckets: Sequence[Bucket], guard: LossGuard, ranks: Ranks
+    tables: Sequence[TableShard],
+    rows: AbstractContextManager[None],
+    buckets: Sequence[Bucket],
+    guard: LossGuard,
+    ranks: Ranks,
 ) -> Iterator[None]:
     """Restores weights and optimizer state bit for bit after training on warm-up batches inside.
 
-    So it does the guard's flags, which a loss may have raised, and tallies. Collective.
+    So it does the guard's flags, which a loss may have raised, and tallies. rows: restores rows of tables that have no
+    shards when it ends. Collective.
     """
     kept = [tensor[:ROWS] for table in tables for tensor in (table.weights, table.state)]
     kept += [tensor for bucket in buckets for tensor in (bucket.working, bucket.master, bucket.state)]
     kept += [guard.watch.stopped, guard.tallies.counts]
     copies = [tensor.detach().clone() for tensor in kept]
-    yield
-    _wait_for_all(ranks)  # in peer memory other ranks write this one's weights and flags
+    with rows:
+        yield
+        _wait_for_all(ranks)  # in peer memory other ranks write this one's weights and flags
     with torch.no_grad():
         for tensor, copy in zip(kept, copies, strict=True):
             tensor.copy_(copy)

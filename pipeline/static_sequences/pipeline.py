@@ -21,6 +21,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity, check_ids
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
+from dlrm_bench.pipeline.dynamic_state import dynamic_blocks
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
@@ -28,7 +29,6 @@ from dlrm_bench.pipeline.static.graphs import Graphs
 from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
-from dlrm_bench.pipeline.static_sequences.dynamic_state import dynamic_blocks
 from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
 from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
 from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
@@ -67,9 +67,9 @@ class StaticSequencesPipeline:
         optimizer = config.optimizer.tables
         assert isinstance(optimizer, RowWiseAdagrad), "checked with the configuration"
         capacity, tables, dynamic = self._capacity(room), config.model.tables, None
-        if self._options.dynamic_rows is not None:
-            places, evicts = self._options.dynamic_rows, self._options.evict_rows
-            dynamic = DynamicRows(tables, self._ranks, config.seed, places, evicts)
+        places = self._options.row_places
+        if places is not None:
+            dynamic = DynamicRows.in_parts(tables, self._ranks, config.seed, places)
         return SequenceTables(tables, capacity, self._ranks, optimizer, self._rate, config.seed, dynamic=dynamic)
 
     def _capacity(self, room: IdRoom) -> IdCapacity:

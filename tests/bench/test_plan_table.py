@@ -154,6 +154,21 @@ def test_rows_made_when_named_take_what_they_were_given(capsys: pytest.CaptureFi
         print_plan(more, Topology.of(2, 8))
 
 
+def test_pooled_tables_whose_rows_are_made_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """On two GPUs that could not hold all rows of them."""
+    few = changed(preset("mlperf-dcnv2"), "static", dynamic_rows=40_000_000)
+    print_plan(few, Topology.one_node(2))
+    text = capsys.readouterr().out
+    assert re.findall(r"cat_\d+\[", text) == []
+    assert {int(table) for table in re.findall(r"cat_(\d+)", text)} == set(range(26))
+    assert not re.search(r"^ +all +cat", text, re.MULTILINE), "none is replicated"
+    words = " ".join(text.split())
+    assert "40,000,000 of each rank's at most, 39.2% of all 204,184,588; 4" in words
+    more = changed(few, dynamic_rows=150_000_000)
+    with pytest.raises(ValueError, match=r"--dynamic-rows 150000000: rows, state and map take 1\d\d\.\d GB of the"):
+        print_plan(more, Topology.one_node(2))
+
+
 def test_constraints_are_obeyed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     config = changed(preset("launch-bound"), "static", constraints=("0,9=column-wise:32", "20=table-wise"))
     print_plan(config, Topology.one_node(2))

@@ -102,6 +102,17 @@ def test_rows_of_two_tiers_are_counted_and_batches_that_repeat_are_said(capsys):
     assert "the 32 random batches repeat, and rows then stay: raise --data.random-batches" in text
 
 
+def test_rows_that_were_made_and_that_lost_their_places_are_counted(capsys):
+    what = outcome(NO_TARGET)
+    full = {"places": 1200, "used": 1100, "made": 1150, "evicted": 0, "returned": 0}
+    what.record["pipeline"] = {"dynamic_rows": [full, full | {"used": 1200, "made": 9000}]}
+    said = " ".join(printed(capsys, what)[1].split())
+    assert "dynamic rows 10,150 made; the fullest rank uses 1,200 of 1,200 places" in said
+    what.record["pipeline"] = {"dynamic_rows": [full, full | {"evicted": 4000, "returned": 30}]}
+    said = " ".join(printed(capsys, what)[1].split())
+    assert "2,300 made, 4,000 lost their places, of which 30 were named again; the fullest rank uses 1,100" in said
+
+
 def test_target_missed(capsys):
     status, text = printed(capsys, outcome(MISSED))
     assert status == EXIT_TARGET_MISSED == 3

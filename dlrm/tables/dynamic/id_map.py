@@ -29,7 +29,7 @@ class Entries(NamedTuple):
 
 
 class IdMap:
-    """A map of one rank's ids. Its methods launch work and never wait for it, but for those under Entries."""
+    """A map of one rank's ids. Its methods launch work and never wait for it; those under Entries do."""
 
     def __init__(self, places: int, evicts: bool, device: torch.device) -> None:
         """evicts: whether ids lose their places to new ones; if not, ids that come when all are taken have none."""
@@ -45,6 +45,7 @@ class IdMap:
         self._free = torch.arange(places - 1, -2, -1, dtype=torch.int32, device=device)
         self._free_count = torch.full((1,), places, dtype=torch.int64, device=device)
         self._batch = torch.zeros(1, dtype=torch.int32, device=device)
+        self._is_new = torch.ones(1, dtype=torch.int32, device=device)
         self._window = torch.arange(min(places, max(places // _WINDOW_SHARE, _LEAST_WINDOW)), device=device)
         self.made, self.evicted, self.returned = torch.zeros(3, 1, dtype=torch.int64, device=device)
         """Ids that were given a place, that lost theirs, and of the first those that had lost one before, int64 [1]
@@ -53,8 +54,13 @@ class IdMap:
         """Whether an id has lost its place: ids modulo the slots, so that more may count as returned, and none less."""
 
     def next_batch(self, is_new: Tensor | None) -> None:
-        """Counts a batch, before its ids are placed. is_new: int32 [1] on the device, 0 for one that was counted."""
-        self._batch += 1 if is_new is None else is_new
+        """Counts a batch, before its ids are placed. is_new: int32 [1] on the device, 0 for one that was counted, whose
+        ids count as named when they were before; None for 1."""
+        if is_new is None:
+            self._is_new.fill_(1)
+        else:
+            self._is_new.copy_(is_new)
+        self._batch += self._is_new
 
     def find(self, ids: Tensor, places: Tensor) -> None:
         """places[n] = the place of ids[n], -1 where it has none. ids: int32 or int64 [N], places: int32."""
@@ -88,8 +94,9 @@ class IdMap:
         return fresh, (new & (fresh < 0)).sum().view(1)
 
     def _name(self, places: Tensor) -> None:
-        """Notes that this batch names the ids of these places."""
-        self._last.index_copy_(0, self._or_nobody(places), self._batch.expand(len(places)))
+        """Notes that this batch names the ids of these places, if it is new."""
+        at = self._or_nobody(places)
+        self._last.index_copy_(0, at, torch.where(self._is_new > 0, self._batch, self._last[at]))
 
     def _or_nobody(self, places: Tensor) -> Tensor:
         return torch.where(places < 0, self.places, places).long()

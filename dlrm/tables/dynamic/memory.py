@@ -1,11 +1,26 @@
 """The memory that rows with ids take; needs no torch."""
 
+from dataclasses import dataclass
+
 MOST_PLACES = 1 << 29
 """Rows of a rank: the slots of their map, up to four a row, are numbered with 31 bits."""
 
 
-def bytes_of(places: int, columns: int) -> int:
-    """Returns the bytes of a rank's memory for so many rows: fp32 weights, a state, three numbers of 32 bits, and the
-    slots of the map, an id, a place and, for --evict-rows, a flag each."""
+@dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """Memory of a rank for those rows of its tables that have been named."""
+
+    count: int
+    """Rows that there is memory for."""
+    evicts: bool
+    """Whether rows that were not named for long lose their places to new ones."""
+
+
+def bytes_of(places: int, columns: int, states: int = 1, unnamed: int = 0) -> int:
+    """Returns the bytes of a rank's memory for so many rows: fp32 weights, `states` columns of optimizer state, three
+    numbers of 32 bits, and the slots of the map, an id, a place and, for --evict-rows, a flag each.
+
+    unnamed: further rows, in which an evaluation of pooled tables reads those that nobody has named.
+    """
     slots = 1 << (2 * places - 1).bit_length()
-    return places * 4 * (columns + 1 + 3) + slots * (8 + 4 + 1)
+    return (places + unnamed) * 4 * (columns + states) + places * 4 * 3 + slots * (8 + 4 + 1)

@@ -56,11 +56,12 @@ _LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
 def plan_for(
     config: TrainingConfig,
     topology: Topology,
-    memory_bytes: int,
+    memory_bytes: int | None,
     replicate: bool = True,
     split_rows: bool = False,
     costs: GpuCosts = DEFAULT_COSTS,
     constraints: Constraints = NO_CONSTRAINTS,
+    split_columns: bool = True,
 ) -> Plan:
     """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
     `make_plan`."""
@@ -76,6 +77,7 @@ def plan_for(
         costs,
         config.data.id_statistics,
         constraints,
+        split_columns,
     )
 
 
@@ -213,6 +215,7 @@ def make_plan(
     costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
     constraints: Constraints = NO_CONSTRAINTS,
+    split_columns: bool = True,
 ) -> Plan:
     """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
 
@@ -221,13 +224,13 @@ def make_plan(
     exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: limit for the tables and optimizer
     state of one rank. replicate: whether tables may be replicated. split_rows: whether tables may be split by rows,
     where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows. constraints: the
-    user's own, which the plan obeys. ValueError if there are fewer shards than ranks at every width, if no plan fits,
-    or none obeys.
+    user's own, which the plan obeys. split_columns: whether tables may be split by columns. ValueError if there are
+    fewer shards than ranks at every width, if no plan fits, or none obeys.
     """
     dim, world_size = tables.columns, topology.world_size
     work = _Work(tables, topology, global_batch_size, pooled_bytes, costs, ids)
     replicate = replicate and can_replicate(dim, world_size, optimizer)
-    splits = (1,) if isinstance(optimizer, RowWiseAdagrad) else (1, 2, 4, 8)
+    splits = (1,) if isinstance(optimizer, RowWiseAdagrad) or not split_columns else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
     choices = Choices(tables, constraints, widths, world_size)
     choices.check(replicate, split_rows and world_size > 1)
@@ -242,7 +245,8 @@ def make_plan(
         if by_rows is not None and (best is None or by_rows[0] < _ROWS_GAIN * best[0]):
             best, replicated = by_rows, small
     if best is None:
-        raise ValueError(_no_plan(tables, world_size, memory_bytes, least_bytes, split_rows, constraints))
+        may_split = split_rows or not split_columns
+        raise ValueError(_no_plan(tables, world_size, memory_bytes, least_bytes, may_split, constraints))
     plan = Plan(world_size=world_size, shards=best[1], replicated=replicated)
     plan.check(tables)
     return plan

@@ -25,12 +25,14 @@ class SortedIds:
 
 @dataclass(frozen=True, slots=True)
 class PlacedIds:
-    """The places of one batch's rows in two tiers of memory."""
+    """The places of one batch's rows, where these are on two tiers of memory, or made when they are first named."""
 
     lookup: Tensor
     """int32, in the order of the ids."""
     sorted: Tensor | None
     """int32, in the order of the sorted ids; equal rows are runs of equal places."""
+    lacking: Tensor | None = None
+    """int32 [1] where there is `sorted`: of rows that are made, whether any has no place, see DynamicRows.place."""
 
 
 @dataclass(slots=True)
@@ -39,15 +41,16 @@ class DistributedIds:
 
     received: IdsBuffer
     sorted: SortedIds | None = None
-    """Sorted ids, where the table update takes such and this batch is for an update; else None."""
+    """Sorted ids, where this batch is for an update, and that or the making of rows takes such; else None."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, where it has any."""
     picked: PickedIds | None = None
     """The ids of this rank's rows, where it has a part of any table's rows; lookup and sort then take these."""
     overflow: Tensor | None = None
-    """The ranks' agreement on this batch, see Overflows; where the plan splits rows, and ids are for an update."""
+    """The ranks' agreement on this batch, see Overflows; where ids are for an update, and the plan splits rows, or rows
+    are made when they are first named."""
     placed: PlacedIds | None = None
-    """Places of the rows that are on two tiers, which lookup and update then take; else None."""
+    """Places of the rows where they have such, which lookup and update then take; else None."""
 
     @property
     def ids(self) -> Tensor:

@@ -102,7 +102,7 @@ class PeerExchange:
         looked_up = [
             PooledTable(
                 tables.hot[shard.table],
-                0 if tbe.host is not None else first_row,  # places are of no table
+                0 if tbe.by_places else first_row,  # places are of no table
                 way.first_column + shard.table * dim + shard.column,
             )
             for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.first_row, strict=True)

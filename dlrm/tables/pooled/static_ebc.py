@@ -14,6 +14,9 @@ samples, G = W * B, and the rank's T shards of C columns each:
 A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
 are summands of the output. Batches with too many for its lists run eagerly, on all ranks.
 
+Where rows have places, on two tiers of memory or made when they are first named (placed_rows.py), lookup and update
+take these in place of rows.
+
 In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
 itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
 
@@ -25,15 +28,16 @@ local samples; ids and gradients of the parts stand one after the other.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.optimizers import Adagrad, TableOptimizer
+from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.overflows import Overflows
 from dlrm_bench.dlrm.tables.plan.plan import Shard
-from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds, PlacedIds, SortedIds
+from dlrm_bench.dlrm.tables.pooled import placed_rows
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds, SortedIds
 from dlrm_bench.dlrm.tables.pooled.ids_exchange import ids_exchange
 from dlrm_bench.dlrm.tables.pooled.pooled_exchange import CollectiveExchange, PeerExchange, PooledExchange
 from dlrm_bench.dlrm.tables.pooled.replicated import ReplicatedTables
@@ -41,11 +45,8 @@ from dlrm_bench.dlrm.tables.pooled.row_parts import RowParts
 from dlrm_bench.dlrm.tables.pooled.shared_sort import SharedSort, sorts_are_shared
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import InPeerMemory, Layout, Way
-from dlrm_bench.dlrm.tables.row_counts import read_counts
-from dlrm_bench.dlrm.tables.row_rates import assumed_rates
-from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
-from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows, TieredRows
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import sort_rows
 from dlrm_bench.kernels.non_finite import Watch, clear_gradients
@@ -78,10 +79,11 @@ class StaticEBC:
     """The embedding stages of one rank. Its methods launch work and never wait for it."""
 
     def __init__(
-        self, layout: Layout, updates: TableUpdates, way: Way, seed: int, memory: TableMemory | None = None
+        self, layout: Layout, updates: TableUpdates, way: Way, seed: int, memory: TableMemory | RowPlaces | None = None
     ) -> None:
-        """Collective: makes the process groups of its all-to-alls. memory: of the device for the sharded tables; None
-        for all of them. ValueError, on every rank, where `memory` is too little, or cannot be had, on any.
+        """Collective: makes the process groups of its all-to-alls. memory: of the device for the sharded tables, or
+        places for the rows that are named; None for all of them. ValueError, on every rank, where `memory` is too
+        little, or cannot be had, on any.
 
         Replicated tables are for exact Adagrad, as sorted updates are. Several parts need sorted updates, because
         FBGEMM's backward updates once for each; so does peer memory on one node.
@@ -109,7 +111,8 @@ class StaticEBC:
         self._row_parts: RowParts | None = None
         if any(shard.row_parts > 1 for shard in self.shards):
             self._row_parts = RowParts(tables, self.shards, ranks.world_size, shape, ranks.device)
-        self._overflows = Overflows(ranks) if layout.in_row_parts else None
+        places = memory if isinstance(memory, RowPlaces) else None
+        self._overflows = Overflows(ranks) if layout.in_row_parts or places is not None else None
         tbe_shape = TBEShape(
             rows=tuple(shard.rows(tables) for shard in self.shards),
             hot=tuple(tables.hot[shard.table] for shard in self.shards),
@@ -118,10 +121,15 @@ class StaticEBC:
             dtype=shape.dtype,
             parts=shape.parts,
         )
-        self._tiers = None if memory is None else _tiers(layout, tbe_shape, updates, memory)
-        rate = float(updates.learning_rate)
+        self._tiers = placed_rows.rows_on_tiers(layout, tbe_shape, memory) if isinstance(memory, TableMemory) else None
+        rate, rows = (
+            float(updates.learning_rate),
+            None if places is None else placed_rows.rows_in_memory(tbe_shape, places),
+        )
         of_tbe = (tbe_shape, optimizer, rate, ranks.device, updates.presort)
-        self._tbe = FixedTBE(*of_tbe, fbgemm=not in_peer_memory, tiers=self._tiers)
+        self._tbe = FixedTBE(*of_tbe, fbgemm=not in_peer_memory, tiers=self._tiers, places=rows)
+        self.dynamic = None if places is None else placed_rows.named_rows(layout, self._tbe, seed, places)
+        """The rows of all tables, where they are made when they are first named; else None."""
         self._ids_exchange = ids_exchange(layout, way)
         self._shared_sort: SharedSort | None = None
         self._exchange: PooledExchange
@@ -140,8 +148,8 @@ class StaticEBC:
     # Stage 1
 
     @property
-    def splits_rows(self) -> bool:
-        """Whether any rank has a part of any table's rows."""
+    def agrees(self) -> bool:
+        """Whether ranks agree on each batch before it trains: any may have too many picked ids, or too few places."""
         return self._overflows is not None
 
     def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
@@ -158,10 +166,11 @@ class StaticEBC:
             self._replicated.input_dist(ids, out.replicated)
 
     def agree(self, ids: DistributedIds) -> None:
-        """Tells all ranks, after the input dist, whether there are more picked ids than `ids` takes, for `eager_ids`.
-        Launches nothing unless `splits_rows`. Collective."""
+        """Tells all ranks, after the input dist and `bring_rows`, whether there are more picked ids than `ids` takes,
+        or rows without places, for `eager_ids`. Launches nothing unless `agrees`. Collective."""
         if self._overflows is not None and ids.overflow is not None:
-            self._overflows.exchange(None if ids.picked is None else ids.picked.excess, ids.overflow)
+            excess = ids.picked.excess if ids.picked is not None else None
+            self._overflows.exchange(ids.placed.lacking if ids.placed is not None else excess, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted`, if there is any, from `ids`, for the update; ranks that share the sort write one another's,
@@ -188,11 +197,10 @@ class StaticEBC:
             ids.picked = self._row_parts.empty(whole=not sorts)
         if self._overflows is not None and sorts:
             ids.overflow = self._overflows.empty()
-        if self.presort and sorts:
+        if sorts and (self.presort or self.dynamic is not None):
             ids.sorted = self._empty_sorted(ids)
-        if self._tiers is not None:
-            own = received.own
-            ids.placed = PlacedIds(torch.zeros_like(own), torch.zeros_like(own) if ids.sorted is not None else None)
+        if self.places_rows:
+            ids.placed = placed_rows.empty_placed(received.own, updates=ids.sorted is not None)
         return ids
 
     def _empty_sorted(self, ids: DistributedIds) -> SortedIds:
@@ -211,12 +219,18 @@ class StaticEBC:
 
     def eager_ids(self, ids: DistributedIds) -> DistributedIds | None:
         """Returns, once the input dist of a batch has run, the ids with which this rank runs it eagerly, as all ranks
-        do; None, on all ranks, where no rank has more picked ids than its list takes.
+        do; None, on all ranks, where no rank has more picked ids than its list takes. ValueError, on all ranks, where
+        any has no places for rows that the batch names: none of it has trained then.
 
         On a rank whose list takes its picked ids these are `ids` themselves. The host waits for the device only where
-        the plan splits rows.
+        `agrees`.
         """
-        if self._overflows is None or ids.overflow is None or not self._overflows.any(ids.overflow):
+        if self._overflows is None or ids.overflow is None:
+            return None
+        excess = self._overflows.largest(ids.overflow)
+        if self.dynamic is not None:
+            self.dynamic.check_places(excess)
+        if excess <= 0:
             return None
         if self._row_parts is None or ids.picked is None or not ids.picked.overflows():
             return ids
@@ -232,17 +246,25 @@ class StaticEBC:
         """Whether rows are on two tiers of memory."""
         return self._tiers is not None
 
-    def bring_rows(self, ids: DistributedIds) -> None:
-        """Gives the rows of sorted ids their places, and brings to the device those that it can while the batch before
-        trains, see TieredRows; ids of an evaluation take their rows where they are. Fills `placed`; launches nothing
-        unless `in_tiers`."""
-        if self._tiers is None or ids.placed is None:
+    @property
+    def places_rows(self) -> bool:
+        """Whether rows have places, which lookup and update take."""
+        return self._tbe.by_places
+
+    def bring_rows(self, ids: DistributedIds, is_new: Tensor) -> None:
+        """Gives the rows of sorted ids their places, and makes those that are new, or brings to the device those that
+        it can while the batch before trains, see TieredRows; ids of an evaluation take their rows where they are. Fills
+        `placed`; launches nothing unless `places_rows`.
+
+        is_new: int32 [1] on the device, 0 for a batch that is distributed again.
+        """
+        if ids.placed is None:
             return
-        placement = self._tiers.placement
-        if ids.sorted is not None and ids.placed.sorted is not None:
-            self._tiers.bring(ids.sorted.ids)
-            placement.places(ids.sorted.ids, ids.placed.sorted)
-        placement.places(self._tbe.rows_of(ids.ids), ids.placed.lookup)
+        rows = self._tbe.rows_of(ids.ids)
+        if self.dynamic is not None:
+            placed_rows.make_rows(self.dynamic, rows, ids.sorted, ids.placed, is_new)
+        if self._tiers is not None:
+            placed_rows.bring_rows(self._tiers, rows, ids.sorted, ids.placed)
 
     def bring_late_rows(self, ids: DistributedIds) -> None:
         """Brings the other rows of `ids` that are to come, after the update of the batch before and `bring_rows`."""
@@ -250,6 +272,12 @@ class StaticEBC:
             self._tiers.bring_late()
 
     # Stage 2
+
+    def place_unnamed(self, ids: DistributedIds) -> None:
+        """Makes the rows of an evaluation that nobody has named, in memory for them alone, until the next evaluated
+        batch. Launches nothing unless rows are `dynamic`."""
+        if self.dynamic is not None and ids.placed is not None:
+            self.dynamic.place_unnamed(self._tbe.rows_of(ids.ids), ids.placed.lookup)
 
     def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
         """Looks up a part of the global batch; returns what `output_dist` takes."""
@@ -320,7 +348,9 @@ class StaticEBC:
 
     def table_shards(self) -> Iterator[TableShard]:
         """Yields every shard of this rank, replicated tables included, with its weights and optimizer state, as
-        views."""
+        views; none where rows are `dynamic`, which have no order."""
+        if self.dynamic is not None:
+            return
         for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
             rows = slice(start, start + shard.rows(self.tables))
             if self._tiers is not None:
@@ -334,6 +364,8 @@ class StaticEBC:
 
     def memory(self) -> dict[str, list[Tensor]]:
         """Returns the memory of tables and optimizer state, by its name in the record."""
+        if self.dynamic is not None:
+            return {"tables": [self._tbe.weights], "optimizer_state": [self._tbe.state]}
         if self._tiers is None:
             shards = list(self.table_shards())
             kinds = {"tables": [of.weights for of in shards], "optimizer_state": [of.state for of in shards]}
@@ -365,28 +397,3 @@ class StaticEBC:
                 values = torch.empty(piece.shape, device=self.device)
                 fill_initial_weights(values, **numbers, row_offset=rows.start, column_offset=shard.column)
                 piece.copy_(values)
-
-
-def _tiers(layout: Layout, shape: TBEShape, updates: TableUpdates, memory: TableMemory) -> TieredRows:
-    """Returns memory for this rank's rows. Collective."""
-    tables, plan, ranks = layout.tables, layout.plan, layout.ranks
-    assert updates.presort, "FBGEMM's backward takes no rows in host memory"
-    if layout.in_row_parts:
-        raise ValueError("--table-memory does not go with parts of a table's rows: shard by tables or columns")
-    row_bytes = {}
-    for rank in range(plan.world_size):  # of all ranks, which so agree
-        shards = plan.of_rank(rank)
-        row_bytes[rank] = 2 * 4 * shards[0].columns
-        memory.check_rows(rank, sum(shard.rows(tables) for shard in shards), row_bytes[rank])
-    rows = sum(shape.rows)
-    device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
-    sizes = PlacementSizes.of_batches(rows, device_rows, shape.parts * shape.samples * sum(shape.hot))
-    counts = None if memory.counts is None else read_counts(memory.counts, tables)
-    expected, start = np.empty(rows, np.float32), 0
-    for shard in plan.of_rank(ranks.rank):
-        of_table, hot = tables.rows[shard.table], tables.hot[shard.table]
-        rates = assumed_rates(of_table, hot) if counts is None else counts.row_rates(shard.table)
-        expected[start : start + of_table] = rates
-        start += of_table
-    expected *= shape.parts * shape.samples
-    return TieredRows(sizes, shape.columns, ranks.device, expected)

@@ -43,6 +43,11 @@ class TBEShape:
     """The format of pooled vectors: fp32 or bf16."""
     parts: int = 1
 
+    @property
+    def ids(self) -> int:
+        """Number of ids of all parts."""
+        return self.parts * self.samples * sum(self.hot)
+
 
 class FixedTBE:
     """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples.
@@ -64,11 +69,13 @@ class FixedTBE:
         sorted_updates: bool = False,
         fbgemm: bool = True,
         tiers: TieredRows | None = None,
+        places: int | None = None,
     ) -> None:
         """sorted_updates: the tables are updated from the results of `sort` and never by FBGEMM's backward. fbgemm:
         `lookup` may be called; otherwise the Adagrad state of each row is stored right after its weights, and the rows
         of both are strided. tiers: has the rows of all tables, on two tiers; `weights` and `state` are those on the
-        device, and places take the place of rows in all that reads or writes them."""
+        device, and places take the place of rows in all that reads or writes them. places: number of rows in memory,
+        of all tables together, which are read and written by their places likewise; None: all rows."""
         rows, hot, columns, samples, parts = shape.rows, shape.hot, shape.columns, shape.samples, shape.parts
         self._tbe: SplitTableBatchedEmbeddingBagsCodegen | None = None
         self.host: Tensor | None = None
@@ -79,13 +86,16 @@ class FixedTBE:
             self.weights, self.state, self.host = tiers.memory.weights, tiers.memory.state, tiers.memory.host
             self._pooled = PooledLookup(shape, device) if fbgemm else None
         elif fbgemm:
-            self._tbe, self.weights, self.state = _fbgemm_tables(rows, shape, optimizer, learning_rate, device)
+            self._tbe, self.weights, self.state = _fbgemm_tables(shape, places, optimizer, learning_rate, device)
         else:
             assert sorted_updates, "FBGEMM's backward has its own layout"
             assert isinstance(optimizer, Adagrad), "the sorted update is exact Adagrad's"
             # Narrow rows are faster in pairs. One H200, updates of the same number of bytes: 64 columns 849 -> 848 us,
             # 32 columns 915 -> 854, 16 columns 1188 -> 851.
-            self.weights, self.state = torch.zeros(sum(rows), 2, columns, device=device).unbind(1)
+            count = sum(rows) if places is None else places
+            self.weights, self.state = torch.zeros(count, 2, columns, device=device).unbind(1)
+        self.by_places = tiers is not None or places is not None
+        """Whether places take the place of rows."""
         self.num_tables, self.columns = len(rows), columns
         self.first_row = [sum(rows[:table]) for table in range(len(rows))]
         ends, start = [torch.zeros(1, dtype=torch.int64)], 0
@@ -105,7 +115,7 @@ class FixedTBE:
 
     def lookup(self, ids: Tensor, part: int = 0) -> Tensor:
         """Returns a part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are
-        enabled, and its backward then updates the tables. ids: of all parts; places where there are tiers."""
+        enabled, and its backward then updates the tables. ids: of all parts; places where rows have such."""
         if self._pooled is not None:
             return self._pooled.lookup(self.weights, self.host, self.of_part(ids, part), part)
         assert self._tbe is not None
@@ -171,14 +181,17 @@ class PooledLookup:
 
 
 def _fbgemm_tables(
-    rows: Sequence[int], shape: TBEShape, optimizer: TableOptimizer, learning_rate: float, device: torch.device
+    shape: TBEShape, places: int | None, optimizer: TableOptimizer, learning_rate: float, device: torch.device
 ) -> tuple[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor]:
-    """Returns FBGEMM's TBE, and its weights and optimizer state as matrices."""
+    """Returns FBGEMM's TBE, and its weights and optimizer state as matrices. places: rows of one table that all tables
+    share; None where each has its rows."""
     cuda = device.type == "cuda"
+    rows = shape.rows if places is None else (places,)
     columns = shape.columns
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
         [(table_rows, columns, *place) for table_rows in rows],
+        feature_table_map=None if places is None else [0] * len(shape.hot),
         optimizer=_OPTIMIZERS[optimizer.name],
         learning_rate=learning_rate,
         eps=0.0 if isinstance(optimizer, SGD) else optimizer.eps,

@@ -8,13 +8,13 @@ each as many as the rank with most: so a row has one number whoever owns it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.row_numbers import RowNumbers
 from dlrm_bench.dlrm.tables.tables import Tables
 
 
@@ -31,34 +31,16 @@ class TableShard:
     """fp32 [rows of the rank, 1]: row-wise Adagrad's sum of mean squared gradients."""
 
 
-class RowNumbers:
-    """The numbers that an owner has for its rows of all tables, from 0 on."""
-
-    def __init__(self, tables: Tables, ranks: Ranks) -> None:
-        """ValueError where the tables have more rows than int32 counts."""
-        of_owner = [-(-rows // ranks.world_size) for rows in tables.rows]
-        self.count = sum(of_owner)
-        """Rows of all tables of an owner: its rows are numbered 0 .. count - 1."""
-        if self.count * ranks.world_size >= 1 << 31:
-            raise ValueError(
-                f"the tables have {sum(tables.rows)} rows in all, and the static pipeline numbers them with 31 bits: "
-                "choose tables of fewer rows, or --pipeline torchrec"
-            )
-        self.first_rows = [0, *accumulate(of_owner)][: len(of_owner)]
-        """Number of each table's first row."""
-
-
 class OwnedRows:
     """The memory of one rank's rows, with the initial weights of a seed and states of 0."""
 
     def __init__(self, tables: Tables, ranks: Ranks, seed: int) -> None:
         """ValueError where the tables have more rows than int32 counts."""
         self._tables, self._part, self._parts = tables, ranks.rank, ranks.world_size
-        numbers = RowNumbers(tables, ranks)
-        self.count, self.first_rows = numbers.count, numbers.first_rows
-        """Numbers as in RowNumbers; there is memory for all rows."""
-        self.weights = torch.zeros(self.count, tables.columns, device=ranks.device)
-        self.state = torch.zeros(self.count, 1, device=ranks.device)
+        self.numbers = RowNumbers.of_parts(tables, ranks)
+        """Numbers of the rows; there is memory for all of them."""
+        self.weights = torch.zeros(self.numbers.count, tables.columns, device=ranks.device)
+        self.state = torch.zeros(self.numbers.count, 1, device=ranks.device)
         for shard in self.shards():
             fill_initial_weights(
                 shard.weights,
@@ -71,7 +53,7 @@ class OwnedRows:
 
     def shards(self) -> Iterator[TableShard]:
         """Yields this rank's part of each table, in their order, as views."""
-        for table, (first, rows) in enumerate(zip(self.first_rows, self._tables.rows, strict=True)):
+        for table, (first, rows) in enumerate(zip(self.numbers.first_rows, self._tables.rows, strict=True)):
             of_rank = slice(first, first + len(range(self._part, rows, self._parts)))
             yield TableShard(table, self._part, self._parts, self.weights[of_rank], self.state[of_rank])
 

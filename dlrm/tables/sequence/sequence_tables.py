@@ -44,9 +44,6 @@ from dlrm_bench.kernels.embedding.row_wise_adagrad import row_wise_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.non_finite import Watch
 
-_NO_PLACE = 1 << 30
-"""Number that ranks agree on in place of an excess where a new row has no place on any of them: above any excess."""
-
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
@@ -143,11 +140,11 @@ class SequenceTables:
         assert len(capacity.places) == self.tables.count, "places of each table"
         self.capacity = capacity
         places = torch.tensor(capacity.places)
-        first_rows = torch.tensor(self._owned.first_rows, dtype=torch.int32).repeat_interleave(places)
+        first_rows = torch.tensor(self._owned.numbers.first_rows, dtype=torch.int32).repeat_interleave(places)
         self._first_rows = first_rows.to(self._device)
         self._keys = torch.empty_like(self._first_rows)
         """Keys of the batch that is being distributed."""
-        self._sort = self._sort_table(capacity.count, self._ranks * self._owned.count)
+        self._sort = self._sort_table(capacity.count, self._ranks * self._owned.numbers.count)
         self._entries = capacity.list_entries(self._ranks) if self._ranks > 1 else 0
         self._sort_owned: SortTable | None = None
         """Sort of lists of `_entries`."""
@@ -168,7 +165,7 @@ class SequenceTables:
         if self._ranks > 1:
             self._lists = self._lists or self._empty_lists(self._entries)
             if updates and self._sort_owned is None:
-                self._sort_owned = self._sort_table(self._ranks * self._entries, self._owned.count)
+                self._sort_owned = self._sort_table(self._ranks * self._entries, self._owned.numbers.count)
             exchanged = self._empty_exchanged(self._entries, updates)
         placed = self._empty_placed(self._ranks * self._entries or self.capacity.count, updates)
         if self._overflows is not None and (exchanged is not None or updates):
@@ -212,7 +209,7 @@ class SequenceTables:
         ids: int32 [K], rows of their table, which is not checked; -1 in unused places. into: of `empty_ids`. is_new:
         int32 [1] on the device, 0 for a batch that is distributed again; None for 1.
         """
-        count = self._owned.count
+        count = self._owned.numbers.count
         owner_keys(ids, self._first_rows, self._ranks, count, self._keys)
         sort_ids(self._keys, self._sort, into.sorted.rows, into.sorted.places)
         if into.exchanged is not None:
@@ -229,13 +226,12 @@ class SequenceTables:
         if rows.exchanged is not None:
             excess = rows.exchanged.distinct.longest - rows.exchanged.entries
         if lacking is not None:
-            no_place = torch.where(lacking > 0, _NO_PLACE, -1).int()
-            excess = no_place if excess is None else torch.maximum(excess, no_place)
+            excess = lacking if excess is None else torch.maximum(excess, lacking)
         self._overflows.exchange(excess, rows.excess)
 
     def _place(self, rows: DistributedRows) -> Tensor | None:
         """Finds the places of a batch's rows at their owner, and makes rows that are new where they are to be updated.
-        Returns how many have no place, int64 [1]; None where every row has one."""
+        Returns what DynamicRows.place does; None where every row has a place."""
         if self.dynamic is None or rows.placed is None:
             return None
         placed, exchanged = rows.placed, rows.exchanged
@@ -255,14 +251,14 @@ class SequenceTables:
         return rows.sorted.rows if rows.exchanged is None else rows.exchanged.received.view(-1)
 
     def _exchange_ids(self, ordered: SortedRows, out: ExchangedRows) -> None:
-        distinct_rows(ordered.rows, self._owned.count, out.distinct)
+        distinct_rows(ordered.rows, self._owned.numbers.count, out.distinct)
         dist.all_to_all_single(out.received, out.distinct.rows, group=self._ids_group)
         if out.owned is not None:
             sort_ids(out.received.view(-1), self._sort_of(out), out.owned.rows, out.owned.places)
 
     def _sort_of(self, exchanged: ExchangedRows) -> SortTable:
         if self._sort_owned is None or exchanged.entries != self._entries:  # of one batch that overflowed
-            return self._sort_table(exchanged.received.numel(), self._owned.count)
+            return self._sort_table(exchanged.received.numel(), self._owned.numbers.count)
         return self._sort_owned
 
     def eager_rows(self, rows: DistributedRows) -> DistributedRows | None:
@@ -276,7 +272,8 @@ class SequenceTables:
         if self._overflows is None or rows.excess is None:
             return None
         excess = self._overflows.largest(rows.excess)
-        self._check_places(excess)
+        if self.dynamic is not None:
+            self.dynamic.check_places(excess)
         usual = rows.exchanged
         if excess <= 0 or usual is None:
             return None
@@ -286,19 +283,11 @@ class SequenceTables:
         assert longer.exchanged is not None
         self._exchange_ids(rows.sorted, longer.exchanged)
         lacking = self._place(longer)
-        if lacking is not None:
+        if self.dynamic is not None and lacking is not None:
             self._overflows.reset(rows.excess)
             self._agree(longer, lacking)
-            self._check_places(self._overflows.largest(rows.excess))
+            self.dynamic.check_places(self._overflows.largest(rows.excess))
         return longer
-
-    def _check_places(self, excess: int) -> None:
-        if excess >= _NO_PLACE and self.dynamic is not None:
-            places = self.dynamic.map.places
-            raise ValueError(
-                f"--dynamic-rows {places}: a batch names rows that are new, and a rank has no place left for them; "
-                "give more places, use more GPUs, or let rows that were not named for long lose theirs (--evict-rows)"
-            )
 
     # Stage 2
 
@@ -375,8 +364,5 @@ class SequenceTables:
     def unchanged(self, rows: int) -> Iterator[None]:
         """Restores all rows bit for bit after training inside on the first `rows` of this rank's part of each table
         alone. What trains has ended when it ends."""
-        ends = [*self._owned.first_rows[1:], self._owned.count]
-        firsts = zip(self._owned.first_rows, ends, strict=True)
-        numbers = torch.cat([torch.arange(first, min(first + rows, end)) for first, end in firsts]).int()
-        with self._owned.unchanged(numbers.to(self._device)):
+        with self._owned.unchanged(self._owned.numbers.first(rows).to(self._device)):
             yield

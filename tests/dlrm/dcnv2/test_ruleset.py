@@ -13,6 +13,7 @@ from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.data.check import MLPERF_DAY_SAMPLES
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_TARGET_AUC
 from dlrm_bench.dlrm.dcnv2.ruleset import EVAL_SAMPLES, TRAIN_SAMPLES
+from dlrm_bench.pipeline.static.options import StaticOptions
 
 
 @dataclass
@@ -42,6 +43,8 @@ def test_a_run_by_the_rules_is_closed_where_it_asks_for_it() -> None:
 def test_free_hyperparameters_are_free() -> None:
     config = replace(CLOSED, local_batch_size=77, optimizer=OptimizerConfig(learning_rate=0.0034), precision="bf16")
     assert division_of(config, Samples(), 55296)[0] == "closed"  # type: ignore[arg-type]
+    dynamic = replace(CLOSED, pipeline=StaticOptions(dynamic_rows=99))
+    assert division_of(dynamic, Samples(), 55296)[0] == "closed"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,7 @@ def test_free_hyperparameters_are_free() -> None:
         ({"evaluations_per_epoch": 40}, Samples(), "--evaluations-per-epoch is 40, MLPerf's 20"),
         ({"optimizer": OptimizerConfig(eps=1e-7)}, Samples(), "the optimizer is not MLPerf's"),
         ({"optimizer": OptimizerConfig(embedding="sgd")}, Samples(), "the optimizer is not MLPerf's"),
+        ({"pipeline": StaticOptions(dynamic_rows=99, evict_rows=True)}, Samples(), "--evict-rows: rows that lost"),
     ],
 )
 def test_what_else_is_open(changes: dict[str, Any], samples: Samples, obstacle: str) -> None:

@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
-from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
+from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces, bytes_of
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_places_fit, check_tables_fit, device_memory_bytes
 from dlrm_bench.dlrm.tables.tables import Tables
 
@@ -97,9 +97,30 @@ def test_dynamic_rows_must_fit(one_rank):
         check_places_fit(512, 1000, needed - 100, CPU)
 
 
+def test_rows_of_an_evaluation_and_wide_states_must_fit_too(one_rank):
+    assert bytes_of(1000, 512, 512, 30) - bytes_of(1000, 512) == 4 * (1000 * 511 + 30 * 1024)
+    needed = int(bytes_of(1000, 512, 512, 30) / HEADROOM) + 1
+    check_places_fit(512, 1000, needed, CPU, 512, 30)
+    with pytest.raises(ValueError, match="--dynamic-rows 1000 does not fit"):
+        check_places_fit(512, 1000, needed, CPU, 512, 31)
+
+
+def needs_most_on_rank(ranks: Ranks, which: int) -> bool:
+    """Whether the memory of a rank that needs more than others is too little for all."""
+    unnamed = 1000 * (ranks.rank == which)
+    with pytest.raises(ValueError, match="does not fit"):
+        check_places_fit(512, 1000, int(bytes_of(1000, 512, 1, 999) / HEADROOM), ranks.device, 1, unnamed)
+    return True
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_needs_more_stops_all(run_ranks, which):
+    assert run_ranks(2, needs_most_on_rank, which) == [True, True]
+
+
 def test_dynamic_rows_take_the_bytes_that_are_said():
     tables = Tables(names=("a",), rows=(5000,), columns=64, hot=(1,), pooled=False)
     rank = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
-    rows = DynamicRows(tables, rank, 0, 3000, True)
+    rows = DynamicRows.in_parts(tables, rank, 0, RowPlaces(3000, True))
     held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, *rows.map.memory()))
     assert held == pytest.approx(bytes_of(3000, 64), abs=100)

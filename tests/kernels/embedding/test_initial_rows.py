@@ -53,6 +53,20 @@ def test_triton_equals_plain_in_other_formats_and_past_the_tables() -> None:
     assert (expected[2] == 7).all()
 
 
+@needs_triton
+@pytest.mark.parametrize("make", [plain_initial_rows, triton_initial_rows])
+def test_rows_may_stand_apart(make: object) -> None:
+    """As where each row's optimizer state follows it, which stays as it is."""
+    numbers = torch.tensor([5, 90, 7], device=DEVICE)
+    targets = torch.tensor([2, 0, -1], dtype=torch.int32, device=DEVICE)
+    memory, expected = torch.full((4, 2, 16), 7.0, device=DEVICE), torch.full((4, 16), 7.0, device=DEVICE)
+    make(memory[:, 0], targets, numbers, of_tables())  # type: ignore[operator]
+    plain_initial_rows(expected, targets, numbers, of_tables())
+    assert torch.equal(memory[:, 0], expected)
+    assert (expected[[0, 2]] != 7).all()
+    assert (memory[:, 1] == 7).all()
+
+
 def test_columns_that_no_block_covers_are_refused() -> None:
     targets = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(AssertionError, match="power of two"):

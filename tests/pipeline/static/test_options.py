@@ -1,13 +1,15 @@
 """Options of the static pipeline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
+from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.pipeline.static.options import StaticOptions
+from tests.cases import SMALL_MODEL
 from tests.pipeline.small_runs import small
 from tests.pipelines import changed
 
@@ -56,6 +58,30 @@ def test_dynamic_rows_are_a_number_of_places() -> None:
         StaticOptions(evict_rows=True)
 
 
-def test_dynamic_rows_are_of_tables_that_are_not_pooled() -> None:
-    with pytest.raises(ValueError, match="--dynamic-rows is for tables whose rows are looked up one by one"):
-        changed(small(), dynamic_rows=100)
+def test_dynamic_rows_of_pooled_tables_are_refused_where_they_cannot_be() -> None:
+    fits = {"dynamic_rows": 100}
+    assert changed(small(), **fits).pipeline.row_places == RowPlaces(100, False)
+    assert changed(small(), **fits, constraints=("0=table-wise",)).pipeline.dynamic_rows == 100
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"table_memory": "0.5", "presort_ids": True}, "--table-memory all of them, in two tiers: choose one"),
+        ({"constraints": ("0=column-wise",)}, "0=column-wise: with --dynamic-rows each table is whole on one rank"),
+        ({"constraints": ("0=row-wise",)}, "0=row-wise: with --dynamic-rows each table is whole on one rank"),
+        ({"constraints": ("0=data-parallel",)}, "=data-parallel: with --dynamic-rows each table is whole on one rank"),
+        ({"dynamic_rows": 3}, r"--dynamic-rows is 3: a rank may have any of \d+ tables, and warms up on a row of each"),
+        ({"optimizer": OptimizerConfig(embedding="rowwise_adagrad")}, "rowwise_adagrad would round otherwise"),
+        ({"model": replace(SMALL_MODEL, embedding_dim=48, bottom_mlp=(24, 48))}, "a power of two of columns"),
+        ({"model": replace(SMALL_MODEL, num_embeddings=(1 << 30, 1 << 30, 1, 1, 1, 1))}, "numbered with 31 bits"),
+    )
+    for options, said in cases:
+        with pytest.raises(ValueError, match=said):
+            changed(small(), **fits | options)
+
+
+def test_the_plan_for_dynamic_rows_has_whole_tables() -> None:
+    """Which so have one owner, whatever the number of ranks."""
+    options = StaticOptions(dynamic_rows=100, presort_ids=True)
+    for nodes in (1, 2):
+        assert not options.replicates(nodes)
+        assert not options.splits_rows(nodes)
+        assert not options.splits_columns
+    assert StaticOptions().splits_columns

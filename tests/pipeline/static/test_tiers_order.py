@@ -23,9 +23,9 @@ ROWS = 1000
 EARLY, LATE = StaticEBC.bring_rows, StaticEBC.bring_late_rows
 
 
-def too_early(ebc: StaticEBC, ids: Any) -> None:
+def too_early(ebc: StaticEBC, ids: Any, is_new: Tensor) -> None:
     """Brings all rows at once, as if no update of the batch before had to come first."""
-    EARLY(ebc, ids)
+    EARLY(ebc, ids, is_new)
     LATE(ebc, ids)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
+from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
 from tests.dlrm.tables.sequence.test_sequence_tables import (
@@ -29,7 +30,7 @@ STEPS = 30
 
 
 def dynamic_tables(ranks: Ranks, places: int, evicts: bool = False, capacity: Any = ROOMY) -> SequenceTables:
-    return new_tables(ranks, capacity, dynamic=DynamicRows(TABLES, ranks, SEED, places, evicts))
+    return new_tables(ranks, capacity, dynamic=DynamicRows.in_parts(TABLES, ranks, SEED, RowPlaces(places, evicts)))
 
 
 def in_full(tables: SequenceTables) -> list[tuple[Tensor, Tensor]]:
@@ -39,7 +40,7 @@ def in_full(tables: SequenceTables) -> list[tuple[Tensor, Tensor]]:
     entries = dynamic.entries().cpu()
     parts = []
     for table, rows in enumerate(TABLES.rows):
-        part, of = dynamic._part, dynamic._parts
+        part, of = dynamic.numbers.part, dynamic.numbers.parts
         weights = torch.empty(len(range(part, rows, of)), TABLES.columns)
         fill_initial_weights(weights, seed=SEED, table=table, num_embeddings=rows, row_offset=part, row_step=of)
         state = torch.zeros(len(weights), 1)
@@ -144,6 +145,20 @@ def test_a_warm_up_leaves_all() -> None:
         for step in range(3):
             step_of(tables, ids, step, 0, rows, unseen)
         assert not torch.equal(in_full(tables)[0][0], before[0][0])
+    assert tables.dynamic.map.describe() == described  # type: ignore[union-attr]
+    assert equal(before, in_full(tables))
+
+
+def test_a_warm_up_has_places_where_all_are_taken() -> None:
+    """Of a run that resumes with them, and whose rows keep them."""
+    tables, nobody = dynamic_tables(one_rank(), 48), torch.zeros(0, dtype=torch.int32)
+    rows, unseen = tables.empty_ids(), tables.empty_ids(updates=False)
+    step_of(tables, [torch.arange(48, dtype=torch.int32) + 100, nobody, nobody], 0, 0, rows, unseen)
+    before, described = in_full(tables), tables.dynamic.map.describe()  # type: ignore[union-attr]
+    assert described["used"] == 48
+    with tables.unchanged(16):
+        ids = [torch.arange(14).int(), torch.arange(3).int(), torch.arange(16).int()]
+        step_of(tables, ids, 0, 0, rows, unseen)
     assert tables.dynamic.map.describe() == described  # type: ignore[union-attr]
     assert equal(before, in_full(tables))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic import dynamic_rows, id_map
 from dlrm_bench.dlrm.tables.dynamic.id_map import IdMap
+from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.tables import Tables
 
 CPU = torch.device("cpu")
@@ -128,12 +129,14 @@ def test_goes_on_from_entries(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> N
         assert torch.equal(one, two)
 
 
-def test_a_repeated_batch_is_counted_once() -> None:
+@pytest.mark.parametrize("again", [[1, 2, 3], [3, 4]])
+def test_a_repeated_batch_is_counted_once(again: list[int]) -> None:
+    """The last one, or, of two slots in turn, the one before it."""
     ours = IdMap(10, True, CPU)
-    run(ours, [[1, 2, 3]])
+    run(ours, [[1, 2, 3], [3, 4], [1, 2, 3]])
     before = [tensor.clone() for tensor in ours.memory()]
     ours.next_batch(torch.tensor([0], dtype=torch.int32))
-    assert placed(ours, [1, 2, 3])[1] == 0
+    assert placed(ours, again)[1] == 0
     assert all(torch.equal(*of) for of in zip(before, ours.memory(), strict=True))
 
 
@@ -158,13 +161,14 @@ def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evi
     tables = Tables(names=("a", "b"), rows=(50, 70), columns=16, hot=(1, 1), pooled=False)
     meta = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=torch.device("meta"))
     monkeypatch.setattr(dynamic_rows, "table_key", lambda *_: 7)  # which it computes once, on the host
-    rows = dynamic_rows.DynamicRows(tables, meta, 1, 30, evicts)
+    rows = dynamic_rows.DynamicRows.in_parts(tables, meta, 1, RowPlaces(30, evicts))
     ids = torch.empty(12, dtype=torch.int32, device="meta")
     places = torch.empty_like(ids)
     for is_new in (None, torch.empty(1, dtype=torch.int32, device="meta")):
         rows.map.next_batch(is_new)
         assert rows.place(ids, places).shape == (1,)
     rows.write_unnamed(ids, places, torch.empty(12, 16, device="meta"), places)
+    rows.place_unnamed(ids, places)
 
 
 def test_ids_of_64_bits_have_places() -> None:

@@ -188,3 +188,13 @@ def test_more_ranks_than_column_shards_need_rows():
         plan_of(MLPERF_MODEL.tables, 256, 256 * 512)
     plan = make_plan(MLPERF_MODEL.tables, Topology.of(256, 8), 256 * 512, split_rows=True)
     assert {shard.rank for shard in plan.shards} == set(range(256))
+
+
+def test_columns_stay_together_where_asked():
+    tables = MLPERF_MODEL.tables
+    whole = make_plan(tables, Topology.one_node(8), 8 * 512, replicate=False, split_columns=False)
+    assert sorted(shard.table for shard in whole.shards) == list(range(tables.count))
+    assert all(shard.columns == tables.columns and shard.row_parts == 1 for shard in whole.shards)
+    assert any(shard.columns < tables.columns for shard in make_plan(tables, Topology.one_node(8), 8 * 512).shards)
+    with pytest.raises(ValueError, match=r"cannot give each of 27 ranks a shard: use fewer ranks$"):
+        make_plan(tables, Topology.one_node(27), 27 * 512, replicate=False, split_columns=False)

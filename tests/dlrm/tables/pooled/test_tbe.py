@@ -145,3 +145,39 @@ def test_a_part_is_looked_up_by_itself(device: torch.device) -> None:
             for block, weights in zip(ids[3 * part : 3 * part + 3], tables_of(tbe), strict=True)
         ]
         torch.testing.assert_close(tbe.lookup(flat(ids, device), part).detach(), torch.cat(bags, dim=1))
+
+
+@pytest.mark.parametrize("fbgemm", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_tables_share_memory_of_other_rows(device: torch.device, fbgemm: bool) -> None:
+    """Where places take the place of rows: lookup and FBGEMM's update are those of tables in full, to the bit."""
+    full, ids = make(3, 37, device)
+    shape, places = full._shape, 5000
+    shared = FixedTBE(
+        shape,
+        OPTIMIZER.tables,
+        OPTIMIZER.learning_rate,
+        device,
+        sorted_updates=not fbgemm,
+        fbgemm=fbgemm,
+        places=places,
+    )
+    assert shared.weights.shape == shared.state.shape == (places, COLUMNS)
+    assert shared.by_places > full.by_places
+    rows = full.rows_of(flat(ids, device))
+    assert torch.equal(shared.rows_of(flat(ids, device)), rows), "rows are still those of all tables"
+    if not fbgemm:
+        assert shared.weights.stride() == shared.state.stride() == (2 * COLUMNS, 1)
+        return
+    place_of = torch.randperm(places, device=device)[: sum(ROWS[:3])]
+    full = FixedTBE(shape, OPTIMIZER.tables, OPTIMIZER.learning_rate, device)
+    full.weights.copy_(torch.randn(full.weights.shape))
+    shared.weights[place_of] = full.weights
+    for _ in range(2):
+        pooled = full.lookup(flat(ids, device)), shared.lookup(place_of[rows.long()].int())
+        assert torch.equal(*pooled)
+        gradient = torch.randn(pooled[0].shape, device=device)
+        for each in pooled:
+            each.backward(gradient)
+    assert torch.equal(full.weights, shared.weights[place_of])
+    assert torch.equal(full.state, shared.state[place_of])

@@ -21,11 +21,11 @@ def test_parts_make_up_the_tables(world_size: int) -> None:
     whole = [torch.full((rows, 16), float("nan")) for rows in TABLES.rows]
     for rank in range(world_size):
         owned = OwnedRows(TABLES, ranks_of(rank, world_size), seed=5)
-        assert owned.count == sum(-(-rows // world_size) for rows in TABLES.rows)
+        assert owned.numbers.count == sum(-(-rows // world_size) for rows in TABLES.rows)
         for shard in owned.shards():
             whole[shard.table][shard.row_part :: shard.row_parts] = shard.weights
             assert shard.state.shape == (len(shard.weights), 1)
-            first = owned.first_rows[shard.table]
+            first = owned.numbers.first_rows[shard.table]
             assert torch.equal(owned.weights[first : first + len(shard.weights)], shard.weights)
     for table, weights in enumerate(whole):
         expected = torch.empty_like(weights)

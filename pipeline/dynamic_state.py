@@ -29,4 +29,5 @@ def dynamic_blocks(dynamic: DynamicRows, ranks: Ranks) -> StateBlocks:
         ]
 
     ids = entries.view(torch.float32)  # the same bits
-    return StateBlocks({IDS: blocks(ids), ROWS: blocks(dynamic.weights)}, {ROWS: blocks(dynamic.state)})
+    optimizer = {ROWS: blocks(dynamic.state)} if dynamic.state.shape[1] else {}  # SGD has none
+    return StateBlocks({IDS: blocks(ids), ROWS: blocks(dynamic.weights)}, optimizer)

@@ -1,0 +1,88 @@
+"""The rows of a rank's pooled tables where their memory does not hold all of them at their numbers: on two tiers of
+memory (tiers/), or made when they are first named (dynamic/). Lookup and update then take places."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
+from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import PlacedIds, SortedIds
+from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
+from dlrm_bench.dlrm.tables.pooled.ways import Layout
+from dlrm_bench.dlrm.tables.row_counts import read_counts
+from dlrm_bench.dlrm.tables.row_numbers import RowNumbers
+from dlrm_bench.dlrm.tables.row_rates import assumed_rates
+from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
+
+
+def rows_on_tiers(layout: Layout, shape: TBEShape, memory: TableMemory) -> TieredRows:
+    """Returns memory for this rank's rows. Collective."""
+    tables, plan, ranks = layout.tables, layout.plan, layout.ranks
+    if layout.in_row_parts:
+        raise ValueError("--table-memory does not go with parts of a table's rows: shard by tables or columns")
+    row_bytes = {}
+    for rank in range(plan.world_size):  # of all ranks, which so agree
+        shards = plan.of_rank(rank)
+        row_bytes[rank] = 2 * 4 * shards[0].columns
+        memory.check_rows(rank, sum(shard.rows(tables) for shard in shards), row_bytes[rank])
+    rows = sum(shape.rows)
+    device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
+    sizes = PlacementSizes.of_batches(rows, device_rows, shape.ids)
+    counts = None if memory.counts is None else read_counts(memory.counts, tables)
+    expected, start = np.empty(rows, np.float32), 0
+    for shard in plan.of_rank(ranks.rank):
+        of_table, hot = tables.rows[shard.table], tables.hot[shard.table]
+        rates = assumed_rates(of_table, hot) if counts is None else counts.row_rates(shard.table)
+        expected[start : start + of_table] = rates
+        start += of_table
+    expected *= shape.parts * shape.samples
+    return TieredRows(sizes, shape.columns, ranks.device, expected)
+
+
+def empty_placed(ids: Tensor, updates: bool) -> PlacedIds:
+    """Returns memory for the places of one batch's rows. ids: like them, int32. updates: whether they are updated."""
+    if not updates:
+        return PlacedIds(torch.zeros_like(ids), None)
+    return PlacedIds(torch.zeros_like(ids), torch.zeros_like(ids), torch.full_like(ids[:1], -1))
+
+
+def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds) -> None:
+    """Brings a batch's rows to the device as far as they may come while the batch before trains, and fills `placed`.
+
+    rows: int32, in the order of the ids. ordered: the same in order; None of an evaluation, which moves none.
+    """
+    if ordered is not None and placed.sorted is not None:
+        tiers.bring(ordered.ids)
+        tiers.placement.places(ordered.ids, placed.sorted)
+    tiers.placement.places(rows, placed.lookup)
+
+
+def make_rows(dynamic: DynamicRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds, is_new: Tensor) -> None:
+    """Makes a batch's rows that are new, and fills `placed`.
+
+    rows: int32, in the order of the ids. ordered: the same in order; None of an evaluation, which makes none. is_new:
+    int32 [1] on the device, 0 for a batch that is distributed again.
+    """
+    if ordered is not None and placed.sorted is not None:
+        assert placed.lacking is not None
+        dynamic.map.next_batch(is_new)
+        placed.lacking.copy_(dynamic.place(ordered.ids, placed.sorted))
+    dynamic.map.find(rows, placed.lookup)
+
+
+def rows_in_memory(shape: TBEShape, places: RowPlaces) -> int:
+    """Returns the rows of a rank's memory where rows are made: its places, and a row for each id of a batch, in which
+    an evaluation reads rows that nobody has named."""
+    return places.count + shape.ids
+
+
+def named_rows(layout: Layout, tbe: FixedTBE, seed: int, places: RowPlaces) -> DynamicRows:
+    """Returns this rank's rows, none of which is made, in the memory of `tbe`, of `rows_in_memory` rows."""
+    plan, rank = layout.plan, layout.ranks.rank
+    assert all(shard.row_parts == 1 and shard.columns == layout.tables.columns for shard in plan.shards), "whole tables"
+    assert not plan.replicated, "each table on one rank"
+    numbers = RowNumbers.of_whole(layout.tables, [shard.table for shard in plan.of_rank(rank)])
+    return DynamicRows(numbers, layout.tables, seed, places, (tbe.weights, tbe.state))

@@ -1,0 +1,93 @@
+"""Rows of pooled tables that have places: their numbers and memory where they are made. Trainings:
+tests/pipeline/static/test_dynamic_rows.py and test_tiers.py."""
+
+import pytest
+import torch
+
+from dlrm_bench.dlrm.batch_shape import BatchShape
+from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
+from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
+from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
+from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
+from dlrm_bench.dlrm.tables.pooled.distributed_ids import SortedIds
+from dlrm_bench.dlrm.tables.pooled.placed_rows import empty_placed, make_rows, named_rows, rows_in_memory
+from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
+from dlrm_bench.dlrm.tables.pooled.ways import Layout
+from dlrm_bench.dlrm.tables.tables import Tables
+
+TABLES = Tables(names=("a", "b", "c"), rows=(50, 20, 9), columns=16, hot=(2, 3, 1))
+PLACES, SAMPLES, SEED = RowPlaces(12, False), 4, 3
+NEW, AGAIN = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+
+def rows_of(shards: tuple[Shard, ...], fbgemm: bool = True, replicated: tuple[int, ...] = ()) -> DynamicRows:
+    """The rows of rank 1 of two."""
+    cpu = torch.device("cpu")
+    ranks = Ranks(rank=1, local_rank=1, world_size=2, local_world_size=2, device=cpu)
+    layout = Layout(TABLES, Plan(2, shards, replicated), ranks, BatchShape(samples=SAMPLES, dtype=torch.float32))
+    own = [shard.table for shard in shards if shard.rank == 1]
+    rows, hot = (tuple(of[table] for table in own) for of in (TABLES.rows, TABLES.hot))
+    shape = TBEShape(rows=rows, hot=hot, columns=16, samples=2 * SAMPLES, dtype=torch.float32)
+    assert rows_in_memory(shape, PLACES) == PLACES.count + 2 * SAMPLES * sum(hot)
+    of_tbe = (shape, OptimizerConfig().tables, 0.1, cpu, True, fbgemm)
+    return named_rows(layout, FixedTBE(*of_tbe, places=rows_in_memory(shape, PLACES)), SEED, PLACES)
+
+
+WHOLE = (Shard(0, 1, 0, 16), Shard(1, 0, 0, 16), Shard(1, 2, 0, 16))
+
+
+@pytest.mark.parametrize("fbgemm", [True, False])
+def test_rows_have_the_weights_of_their_tables(fbgemm: bool) -> None:
+    dynamic = rows_of(WHOLE, fbgemm)
+    rows = torch.tensor([3, 58, 3, 49], dtype=torch.int32)  # of tables 0, 2, 0, 0
+    placed, unseen = empty_placed(rows, updates=True), empty_placed(rows, updates=False)
+    dynamic._memory[0].fill_(7)
+    dynamic._memory[1].fill_(7)
+    make_rows(dynamic, rows, None, unseen, NEW)
+    assert unseen.lookup.tolist() == [-1] * 4, "an evaluation makes no rows"
+    ordered = SortedIds(rows.sort().values, rows)
+    for is_new in (NEW, AGAIN):
+        make_rows(dynamic, rows, ordered, placed, is_new)
+        assert placed.sorted is not None
+        assert placed.lacking is not None
+        assert placed.sorted.tolist() == [0, 0, 1, 2]
+        assert placed.lookup.tolist() == [0, 2, 0, 1]
+        assert placed.lacking.tolist() == [-1]
+        assert dynamic.map.describe()["made"] == 3
+    assert not dynamic.state[:3].any()
+    assert (dynamic.state[3:] == 7).all()
+    dynamic.place_unnamed(rows - 1, unseen.lookup)
+    assert unseen.lookup.tolist() == [12, 13, 14, 15], "beyond all places"
+    for number, place in ((3, 0), (49, 1), (58, 2), (2, 12), (57, 13), (48, 15)):
+        table, row = (0, number) if number < 50 else (2, number - 50)
+        expected = torch.empty(1, 16)
+        fill_initial_weights(expected, seed=SEED, table=table, num_embeddings=TABLES.rows[table], row_offset=row)
+        assert torch.equal(dynamic._memory[0][place], expected[0]), number
+    assert [entry[:3] for entry in dynamic.entries().tolist()] == [[3, 0, 0], [49, 0, 0], [8, 0, 2]]
+
+
+def test_saved_rows_are_chosen_by_the_tables_that_a_rank_has() -> None:
+    entries = torch.tensor([[3, 0, 0, 1], [4, 0, 1, 1], [8, 0, 2, 2], [49, 0, 0, 2]], dtype=torch.int32)
+    dynamic = rows_of(WHOLE)
+    assert dynamic.choose(entries).tolist() == [0, 2, 3]
+    places = torch.empty(4, dtype=torch.int32)
+    dynamic.map.find(torch.tensor([3, 49, 58, 4]), places)
+    assert places.tolist() == [0, 2, 1, -1]
+    assert torch.equal(dynamic.entries(), entries[[0, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("shards", "replicated"),
+    [
+        ((Shard(0, 1, 0, 16), Shard(1, 0, 0, 8), Shard(1, 0, 8, 8)), (2,)),
+        ((Shard(0, 0, 0, 16, 0, 2), Shard(1, 0, 0, 16, 1, 2)), (1, 2)),
+        ((Shard(0, 1, 0, 16), Shard(1, 0, 0, 16)), (2,)),
+    ],
+)
+def test_parts_of_tables_and_copies_are_no_plan_for_them(
+    shards: tuple[Shard, ...], replicated: tuple[int, ...]
+) -> None:
+    with pytest.raises(AssertionError, match=r"whole tables|each table on one rank"):
+        rows_of(shards, replicated=replicated)
