@@ -66,6 +66,7 @@ class StaticPipeline:
             split_rows=options.splits_rows(ranks.nodes),
             costs=costs_of(self._gpu),
             constraints=options.constraints_on(tables),
+            tiers=tiers,
         )
         self._memory = PeerMemory(ranks) if options.peer_memory else None
         self.dense = parts.static_dense(config, options.dense, ranks, self._memory)
