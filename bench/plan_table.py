@@ -41,9 +41,8 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         )
     plan = _plan(config, options, topology, costs)
     ids = config.data.id_statistics
-    loads = rank_loads(
-        plan, tables, config.optimizer.tables, global_batch_size, config.pooled_bytes, costs, topology, ids
-    )
+    in_tiers, sizes = options.tiers is not None, (global_batch_size, config.pooled_bytes, costs)
+    loads = rank_loads(plan, tables, config.optimizer.tables, *sizes, topology, ids, in_tiers)
     table = Table(
         title=f"{config.preset} with --pipeline static on {world_size} rank(s){_nodes(topology)}, "
         f"global batch {global_batch_size}",
@@ -78,7 +77,7 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         f"largest / mean of the ranks: tables {imbalance([load.tables_us for load in loads]):.3f}, "
         f"all {imbalance([load.embedding_us for load in loads]):.3f}"
     )
-    iteration = iteration_us(plan.shards, tables, topology, global_batch_size, config.pooled_bytes, costs, ids)
+    iteration = iteration_us(plan.shards, tables, topology, *sizes, ids, in_tiers)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
     if options.tiers is not None:
         print_tiers(console, config, plan, topology, options.tiers, costs)
@@ -109,6 +108,7 @@ def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: 
         costs,
         options.constraints_on(tables),
         options.splits_columns,
+        options.tiers,
     )
 
 

@@ -11,9 +11,9 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.runtime.gpu_types import GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.plan import Plan
-from dlrm_bench.dlrm.tables.plan.tier_costs import TierLoad, misses_per_sample, tier_loads
+from dlrm_bench.dlrm.tables.plan.tier_costs import TierLoad, misses_per_sample, table_rates, tier_loads
 from dlrm_bench.dlrm.tables.row_counts import read_counts
-from dlrm_bench.dlrm.tables.row_rates import RowRates, random_rates
+from dlrm_bench.dlrm.tables.row_rates import RowRates
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 
@@ -56,16 +56,12 @@ def print_tiers(
 
 def _rates(config: RunConfig, counts: Path | None) -> tuple[Sequence[RowRates], str]:
     """Returns how often a sample names the rows of each table, and where that is from."""
-    tables = config.model.tables
+    tables, ids = config.model.tables, config.data.id_statistics
+    rates = table_rates(tables, ids, counts)
     if counts is not None:
-        file = read_counts(counts, tables)
-        return [
-            file.rates(table) for table in range(tables.count)
-        ], f"{counts.name}, counts of {file.samples:,} samples"
-    ids = config.data.id_statistics
+        return rates, f"{counts.name}, counts of {read_counts(counts, tables).samples:,} samples"
     drawn = "first ids and others by a function of them" if ids.expanded else "first ids, the others uniform"
-    source = f"the distribution of random ids (Zipf {ids.skew:g} for {drawn})" if ids.skew else "uniform ids"
-    return [random_rates(rows, hot, ids) for rows, hot in zip(tables.rows, tables.hot, strict=True)], source
+    return rates, f"the distribution of random ids (Zipf {ids.skew:g} for {drawn})" if ids.skew else "uniform ids"
 
 
 def _host_memory(loads: Sequence[TierLoad], topology: Topology, costs: GpuCosts) -> str:

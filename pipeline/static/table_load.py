@@ -32,8 +32,9 @@ def embedding_load(
     """
     costs = costs_of(gpu)
     global_batch_size = config.local_batch_size * ranks.world_size
-    sizes = (global_batch_size, config.pooled_bytes, costs, Topology.of(ranks.world_size, ranks.local_world_size))
-    loads = rank_loads(ebc.plan, config.model.tables, config.optimizer.tables, *sizes, config.data.id_statistics)
+    topology = Topology.of(ranks.world_size, ranks.local_world_size)
+    sizes = (global_batch_size, config.pooled_bytes, costs, topology, config.data.id_statistics, ebc.in_tiers)
+    loads = rank_loads(ebc.plan, config.model.tables, config.optimizer.tables, *sizes)
     times: dict[str, list[float]] = {
         "predicted_embedding_us": [round(load.embedding_us) for load in loads],
         "predicted_tables_us": [round(load.tables_us) for load in loads],

@@ -96,10 +96,10 @@ def tables_us(
     return table_times(shards, tables, global_batch_size, costs, ids, sharers).all
 
 
-def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology) -> list[int]:
+def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology, in_tiers: bool = False) -> list[int]:
     """Returns for each rank the number of ranks that share the sort of its ids: all with the same tables, if on one
-    node, as dlrm/tables/pooled/shared_sort.py does it in peer memory."""
-    if topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
+    node, as dlrm/tables/pooled/shared_sort.py does it in peer memory; itself alone where rows are on two tiers."""
+    if in_tiers or topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
         return [1] * len(by_rank)
     held = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
     return [held.count(own) for own in held]
@@ -165,12 +165,13 @@ def rank_loads(
     costs: GpuCosts = DEFAULT_COSTS,
     topology: Topology | None = None,
     ids: IdStatistics = UNIFORM,
+    in_tiers: bool = False,
 ) -> list[RankLoad]:
     """Returns the load of each rank. pooled_bytes: as for `all_to_alls_us`. topology: None is one node. ids: how often
-    they name the same rows."""
+    they name the same rows. in_tiers: whether rows are on two tiers of memory (tier_costs.py has the exchanges)."""
     loads, topology = [], topology or Topology.one_node(plan.world_size)
     by_rank = shards_by_rank(plan.shards, plan.world_size)
-    for shards, sharers in zip(by_rank, sort_sharers(by_rank, topology), strict=True):
+    for shards, sharers in zip(by_rank, sort_sharers(by_rank, topology, in_tiers), strict=True):
         table_bytes, state_bytes = bytes_of_rank(shards, plan.replicated, tables, optimizer.state_columns)
         columns = sum(shard.columns for shard in shards)
         own_us = tables_us(shards, tables, global_batch_size, costs, ids, sharers)
@@ -200,9 +201,10 @@ def iteration_us(
     pooled_bytes: int,
     costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
+    in_tiers: bool = False,
 ) -> float:
     """Returns the predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest
-    all-to-alls.
+    all-to-alls. in_tiers: as for `rank_loads`.
 
     They add up because no rank gets through an all-to-all before all have come to it and the largest sender is done:
     with 800 of 3328 columns on each of four ranks of eight, at GBS 55296 in bf16, gradients took 300 us, not the 157 us
@@ -212,6 +214,6 @@ def iteration_us(
     columns = max(sum(shard.columns for shard in own) for own in by_rank)
     times = (
         tables_us(own, tables, global_batch_size, costs, ids, sharers)
-        for own, sharers in zip(by_rank, sort_sharers(by_rank, topology), strict=True)
+        for own, sharers in zip(by_rank, sort_sharers(by_rank, topology, in_tiers), strict=True)
     )
     return max(times) + all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)

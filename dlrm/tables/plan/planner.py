@@ -8,13 +8,18 @@ No rank holds shards of two widths, because that gains nothing: with MLPerf's ta
 on all ranks leaves the best plans of 2 to 64 ranks unchanged, at 512 samples a GPU and at a global batch of 135168, for
 uniform and for expanded ids. They have one width on all ranks. By FBGEMM's costs, which narrow shards bring down less,
 it saved up to 3 % on two ranks, 0.7 % on 8 and nothing on 16 to 128.
+
+Where rows are on two tiers of memory (--table-memory), exchanges with host memory are work too, by rows: a missing row
+takes as long whatever its width, so that each rank that holds columns of it pays as much as one that holds it whole.
+Ranks then balance embedding work and exchanges (improve.py), and sort their ids alone.
 """
 
 import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
+from itertools import chain, product
 
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.optimizers import Adagrad, RowWiseAdagrad, TableOptimizer
@@ -23,16 +28,12 @@ from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.choices import Choices
 from dlrm_bench.dlrm.tables.plan.constraints import FLAG, NO_CONSTRAINTS, Constraints, described
-from dlrm_bench.dlrm.tables.plan.costs import (
-    all_to_alls_us,
-    imbalance,
-    picking_us,
-    shard_us,
-    shared_sort_us,
-    sort_sharers,
-)
+from dlrm_bench.dlrm.tables.plan.improve import fastest
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
+from dlrm_bench.dlrm.tables.plan.tier_costs import Exchanges, table_rates
+from dlrm_bench.dlrm.tables.plan.work import Work
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 # Tables of at most this number of rows are replicated: their summed gradients are small beside the dense network's. Not
 # in peer memory, where vectors reach other ranks without a collective and that sum would be an iteration's only
@@ -44,10 +45,6 @@ NARROWEST = 16
 # A plan that splits rows must be so much faster than the best that does not: every rank of a part looks at all ids of
 # the table, and pooled vectors of the parts add up only where their samples are.
 _ROWS_GAIN = 0.9
-# Many ranks with little to do are not worth a few percent: predictions err by as much, and what such ranks lack the
-# others have. Plans that split rows count as slower where the largest table work exceeds the mean by more than this.
-_MOST_IMBALANCE = 1.15
-_IMBALANCED = 1.25
 # Largest work of one shard to try, relative to a rank's share of all work.
 _EXACT = Adagrad(1e-8)
 _LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
@@ -62,6 +59,7 @@ def plan_for(
     costs: GpuCosts = DEFAULT_COSTS,
     constraints: Constraints = NO_CONSTRAINTS,
     split_columns: bool = True,
+    tiers: TableMemory | None = None,
 ) -> Plan:
     """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
     `make_plan`."""
@@ -78,84 +76,8 @@ def plan_for(
         config.data.id_statistics,
         constraints,
         split_columns,
+        tiers,
     )
-
-
-class _Work:
-    """The common inputs of all candidates, and the costs of their shards; a shard's cost does not depend on its first
-    column."""
-
-    def __init__(
-        self,
-        tables: Tables,
-        topology: Topology,
-        global_batch_size: int,
-        pooled_bytes: int,
-        costs: GpuCosts,
-        ids: IdStatistics,
-    ) -> None:
-        self.tables, self.world_size, self.dim = tables, topology.world_size, tables.columns
-        self._sizes, self._costs, self._ids = (tables, global_batch_size, costs), costs, ids
-        self._topology, self._exchange = topology, (topology, global_batch_size, pooled_bytes, costs)
-        # Thousands of candidates ask for the same few.
-        self._tables_us: dict[tuple[int, int, int], float] = {}
-        self._exchange_us: dict[float, float] = {}
-        self._shard_us: dict[tuple[int, int, int], float] = {}
-        self.picking_us = [picking_us(table, *self._sizes) for table in range(tables.count)]
-        """Time of a rank that holds parts of rows for finding its ids, by table."""
-        self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(tables.count)]
-        """Time that a rank saves where another rank sorts a table's ids, by table."""
-
-    def tables_us(self, shard: Shard) -> float:
-        """Returns the cost of a shard for its rank without all-to-alls."""
-        key = (shard.table, shard.columns, shard.row_parts)
-        if key not in self._tables_us:
-            self._tables_us[key] = shard_us(shard, *self._sizes, self._ids)
-        picked = self.picking_us[shard.table] if shard.row_parts > 1 else 0.0
-        return self._tables_us[key] + picked
-
-    def exchange_us(self, columns: float) -> float:
-        """Returns the all-to-alls of a rank that holds `columns` columns."""
-        if columns not in self._exchange_us:
-            self._exchange_us[columns] = all_to_alls_us(columns, *self._exchange)
-        return self._exchange_us[columns]
-
-    def shard_us(self, shard: Shard) -> float:
-        """Returns the cost of a shard for its rank, of tables and all-to-alls."""
-        key = (shard.table, shard.columns, shard.row_parts)
-        if key not in self._shard_us:
-            self._shard_us[key] = self.tables_us(shard) + self.exchange_us(shard.columns) - self.exchange_us(0)
-        return self._shard_us[key]
-
-    def iteration_us(self, shards: Sequence[Shard]) -> float:
-        """Returns costs.py's `iteration_us` of such shards, or more where parts of rows leave the tables
-        imbalanced."""
-        ranks = shards_by_rank(shards, self.world_size)
-        columns = max(sum(shard.columns for shard in own) for own in ranks)
-        sharers = sort_sharers(ranks, self._topology)
-        tables = [self._costs.tables_us + self._rank_us(own, n) for own, n in zip(ranks, sharers, strict=True)]
-        time = max(tables) + self.exchange_us(columns)
-        imbalanced = any(shard.row_parts > 1 for shard in shards) and imbalance(tables) > _MOST_IMBALANCE
-        return _IMBALANCED * time if imbalanced else time
-
-    def _rank_us(self, own: Sequence[Shard], sharers: int) -> float:
-        time = sum(self.tables_us(shard) for shard in own)
-        time -= (1 - 1 / sharers) * sum(self._shared_us[shard.table] for shard in own)
-        if any(shard.row_parts > 1 for shard in own):
-            picked = sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
-            time += self._costs.picking_us + picked
-        return time
-
-    def least_us(self, grids: Sequence["_Grid"]) -> float:
-        """Returns a lower bound for all placements of these shards: all ranks with equal work, and on one node no id
-        sorted twice."""
-        tables = sum(grid.count(self.dim) * self.tables_us(grid.shard) for grid in grids)
-        if self._topology.nodes == 1:
-            copies = ((grid.shard.table, self.dim // grid.shard.columns) for grid in grids)
-            tables -= sum((ranks - 1) * max(0.0, self._shared_us[table]) for table, ranks in copies)
-        columns = sum(grid.count(self.dim) * grid.shard.columns for grid in grids)
-        mean = self._costs.tables_us + tables / self.world_size
-        return mean + self.exchange_us(columns / self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +110,17 @@ class _Candidate:
     everywhere: tuple[int, ...] = ()
     """Tables of which each rank has a part of the rows, by constraints; all others are wide then."""
 
-    def place(self, work: _Work) -> list[Shard]:
+    def place(self, work: Work) -> list[Shard]:
         """Returns the shards on their ranks."""
         narrow_ranks, wide_ranks = range(self.narrow_ranks), range(self.narrow_ranks, work.world_size)
         parts = [Shard(r, t, 0, work.dim, r, work.world_size) for r in wide_ranks for t in self.everywhere]
         return parts + _place(self.narrow, narrow_ranks, work) + _place(self.wide, wide_ranks, work)
 
-    def leaves_no_rank_empty(self, work: _Work) -> bool:
+    def counted(self, dim: int) -> list[tuple[Shard, int]]:
+        """Returns a shard of each grid, with their number."""
+        return [(grid.shard, grid.count(dim)) for grid in (*self.narrow, *self.wide)]
+
+    def leaves_no_rank_empty(self, work: Work) -> bool:
         """Whether there is a shard of its kind for each rank, and a rank for each kind of shards."""
         if self.everywhere:
             return self.narrow_ranks == 0
@@ -216,6 +142,7 @@ def make_plan(
     ids: IdStatistics = UNIFORM,
     constraints: Constraints = NO_CONSTRAINTS,
     split_columns: bool = True,
+    tiers: TableMemory | None = None,
 ) -> Plan:
     """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
 
@@ -224,11 +151,16 @@ def make_plan(
     exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: limit for the tables and optimizer
     state of one rank. replicate: whether tables may be replicated. split_rows: whether tables may be split by rows,
     where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows. constraints: the
-    user's own, which the plan obeys. split_columns: whether tables may be split by columns. ValueError if there are
+    user's own, which the plan obeys. split_columns: whether tables may be split by columns. tiers: the part of the rows
+    that the device holds, where host memory holds the others; None for all rows on the device. ValueError if there are
     fewer shards than ranks at every width, if no plan fits, or none obeys.
     """
     dim, world_size = tables.columns, topology.world_size
-    work = _Work(tables, topology, global_batch_size, pooled_bytes, costs, ids)
+    exchanges = None
+    if tiers is not None:
+        sizes = (global_batch_size, table_rates(tables, ids, tiers.counts), costs, world_size)
+        exchanges = Exchanges(tables, optimizer, tiers, *sizes)
+    work = Work(tables, topology, global_batch_size, pooled_bytes, costs, ids, exchanges)
     replicate = replicate and can_replicate(dim, world_size, optimizer)
     splits = (1,) if isinstance(optimizer, RowWiseAdagrad) or not split_columns else (1, 2, 4, 8)
     widths = [dim // parts for parts in splits if parts == 1 or dim % (NARROWEST * parts) == 0]
@@ -260,7 +192,7 @@ def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
 def _fastest(
     candidates: Iterator[_Candidate],
     replicated: tuple[int, ...],
-    work: _Work,
+    work: Work,
     optimizer: TableOptimizer,
     memory_bytes: int | None,
 ) -> tuple[tuple[float, tuple[Shard, ...]] | None, float]:
@@ -268,10 +200,14 @@ def _fastest(
     fits."""
     best: tuple[float, tuple[Shard, ...]] | None = None
     least_bytes, state_columns = math.inf, optimizer.state_columns
+    if work.exchanges is not None:
+        placed = (candidate.place(work) for candidate in candidates if candidate.leaves_no_rank_empty(work))
+        held = partial(bytes_of_rank, replicated=replicated, tables=work.tables, state_columns=state_columns)
+        return fastest(placed, work, lambda own: sum(held(own)), memory_bytes)
     for candidate in candidates:
         if not candidate.leaves_no_rank_empty(work):
             continue
-        if best is not None and work.least_us(candidate.narrow + candidate.wide) >= best[0]:
+        if best is not None and work.least_us(candidate.counted(work.dim)) >= best[0]:
             continue
         shards = candidate.place(work)
         time = work.iteration_us(shards)
@@ -312,10 +248,9 @@ def _no_plan(
     )
 
 
-def _by_columns(work: _Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
+def _by_columns(work: Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
     """Yields the candidates that split no rows but by constraints."""
-    costliest = _costliest(work, replicated)
-    for half in choices.halves(costliest):
+    for half in chain(*(choices.halves(order) for order in _orders(work, replicated))):
         narrow = [_Grid(Shard(0, table, 0, half.narrow_width)) for table in half.narrow]
         wide = [_Grid(Shard(0, table, 0, half.wide_width)) for table in half.wide]
         narrow_shards, wide_shards = (sum(grid.count(work.dim) for grid in grids) for grids in (narrow, wide))
@@ -327,7 +262,7 @@ def _by_columns(work: _Work, replicated: tuple[int, ...], choices: Choices) -> I
             yield _Candidate(narrow, wide, narrow_ranks)
 
 
-def _by_rows(work: _Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
+def _by_rows(work: Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
     """Yields the candidates that split rows: for each largest work of a shard, the fewest parts that keep to it, and
     the ranks shared out by the work of the two kinds."""
     costliest = _costliest(work, replicated)
@@ -351,7 +286,7 @@ def _by_rows(work: _Work, replicated: tuple[int, ...], choices: Choices) -> Iter
             yield _Candidate(narrow, wide, narrow_ranks)
 
 
-def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work, choices: Choices) -> list[_Grid]:
+def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: Work, choices: Choices) -> list[_Grid]:
     """Returns the tables in shards of this width, none of which takes longer unless constraints keep its rows together;
     finding its ids counts where that leaves time for anything else."""
     grids = []
@@ -364,14 +299,24 @@ def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: _Work
     return grids
 
 
-def _costliest(work: _Work, replicated: tuple[int, ...]) -> list[int]:
+def _orders(work: Work, replicated: tuple[int, ...]) -> list[list[int]]:
+    """Returns the orders of the sharded tables in which the first ones are narrow: the costliest, and where rows are on
+    two tiers also those with more work than exchanges, whose rows cross the link to the host once for each part."""
+    costliest, exchanges = _costliest(work, replicated), work.exchanges
+    if exchanges is None:
+        return [costliest]
+    whole = {table: work.tables_us(Shard(0, table, 0, work.dim)) for table in costliest}
+    return [costliest, sorted(costliest, key=lambda table: exchanges.table_us(table) - whole[table])]
+
+
+def _costliest(work: Work, replicated: tuple[int, ...]) -> list[int]:
     """Returns the sharded tables, the costliest first."""
     tables = set(range(work.tables.count)) - set(replicated)
     whole = {table: work.tables_us(Shard(0, table, 0, work.dim)) for table in sorted(tables)}
     return sorted(whole, key=lambda table: -whole[table])
 
 
-def _place(grids: Sequence[_Grid], ranks: range, work: _Work) -> list[Shard]:
+def _place(grids: Sequence[_Grid], ranks: range, work: Work) -> list[Shard]:
     """Longest processing time first: each shard, costliest first, goes to the least loaded rank."""
     cost = [(work.shard_us(grid.shard), part) for grid in grids for part in grid.shards(work.dim)]
     load = [(0.0, rank) for rank in ranks]

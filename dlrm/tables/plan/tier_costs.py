@@ -4,20 +4,26 @@ Predicted for the best placement that stays as it is, the rows that are named mo
 the device. One that learns while it trains misses more.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dlrm_bench.dlrm.optimizers import TableOptimizer
 from dlrm_bench.dlrm.runtime.gpu_types import GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank
-from dlrm_bench.dlrm.tables.row_rates import RowRates
+from dlrm_bench.dlrm.tables.row_counts import read_counts
+from dlrm_bench.dlrm.tables.row_rates import RowRates, random_rates
 from dlrm_bench.dlrm.tables.tables import Tables
-from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
+from dlrm_bench.dlrm.tables.tiers.table_memory import LEAST_ROWS, TableMemory
 
 _GB, _KB = 1e9, 1024
+_BINS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +41,8 @@ class TierLoad:
     """Bytes that come to the device, and as many that leave it."""
 
     def us(self, costs: GpuCosts) -> float:
-        """Returns the microseconds of the exchanges: a row up to 1 KB takes the same time, a larger one more."""
-        return max(self.missed_rows, self.moved_bytes / _KB) / costs.host_rows_per_us
+        """Returns the microseconds of the exchanges."""
+        return _exchange_us(self.missed_rows, self.moved_bytes, costs)
 
 
 def tier_loads(
@@ -78,6 +84,80 @@ def missed_rows(shards: Sequence[tuple[Shard, RowRates]], device_rows: int, samp
     rates, rows = rates[order], rows[order]
     in_host = np.clip(np.cumsum(rows) - device_rows, 0, rows)
     return float(-(in_host * np.expm1(-samples * rates)).sum())
+
+
+class Exchanges:
+    """The times that ranks exchange rows with host memory: those of `tier_loads`, in a thousandth of the time.
+
+    Rows whose rates differ by some percent are one bin, so that the bins of several tables add up.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        optimizer: TableOptimizer,
+        memory: TableMemory,
+        global_batch_size: int,
+        rates: Sequence[RowRates],
+        costs: GpuCosts,
+        world_size: int,
+    ) -> None:
+        """rates: of each table. world_size: number of ranks, all of which have the device memory of `memory`."""
+        self._tables, self._optimizer, self._memory, self._costs = tables, optimizer, memory, costs
+        self._rows = np.zeros((tables.count, _BINS))
+        self._named = np.zeros((tables.count, _BINS))
+        """Rows of each table that a batch is expected to name, by bin of their rate."""
+        least = min(of.rates[of.rates > 0].min(initial=1.0) for of in rates)
+        highest = max(least, *(of.rates[0] for of in rates))
+        width = max(math.log(highest / least), 1.0) / (_BINS - 1)
+        for table, of in enumerate(rates):
+            bins = np.minimum(np.log(highest / np.maximum(of.rates, least)) / width, _BINS - 1).astype(np.int64)
+            np.add.at(self._rows[table], bins, of.rows)
+            np.add.at(self._named[table], bins, -of.rows * np.expm1(-global_batch_size * of.rates))
+        self._of_table = self._table_us(world_size)
+
+    def us(self, shards: Sequence[Shard]) -> float:
+        """Returns the microseconds of a rank with these shards, whole or parts of columns, all of one width; infinite
+        where its device would hold too few rows."""
+        held, row_bytes = [shard.table for shard in shards], self._row_bytes(shards[0].columns)
+        device_rows = self._memory.device_rows(sum(self._tables.rows[table] for table in held), row_bytes)
+        if device_rows < LEAST_ROWS:
+            return math.inf
+        missed = float(self._missed(self._rows[held].sum(0), self._named[held].sum(0), device_rows).sum())
+        return _exchange_us(missed, missed * row_bytes, self._costs)
+
+    def table_us(self, table: int) -> float:
+        """Returns the microseconds of a table's rows where the device's memory is shared out over all tables."""
+        return self._of_table[table]
+
+    def _table_us(self, world_size: int) -> list[float]:
+        row_bytes, rows = self._row_bytes(self._tables.columns), self._rows.sum(0)
+        device_rows = world_size * self._memory.device_rows(sum(self._tables.rows) // world_size, row_bytes)
+        missed = self._missed(rows, self._named.sum(0), device_rows)
+        share = np.divide(missed, self._named.sum(0), out=np.zeros(_BINS), where=missed > 0)
+        return [_exchange_us(n, n * row_bytes, self._costs) for n in (self._named * share).sum(1).tolist()]
+
+    def _missed(self, rows: NDArray[np.float64], named: NDArray[np.float64], device_rows: int) -> NDArray[np.float64]:
+        """Returns the missed rows by bin, of `rows` rows of which a batch names `named`."""
+        in_host = np.clip(np.cumsum(rows) - device_rows, 0, rows)
+        return named * np.divide(in_host, rows, out=np.zeros_like(rows), where=rows > 0)
+
+    def _row_bytes(self, columns: int) -> int:
+        return 4 * (columns + self._optimizer.state_columns(columns))
+
+
+def _exchange_us(rows: float, moved_bytes: float, costs: GpuCosts) -> float:
+    """Returns the microseconds of exchanges: a row up to 1 KB takes the same time, a larger one more."""
+    return max(rows, moved_bytes / _KB) / costs.host_rows_per_us
+
+
+def table_rates(tables: Tables, ids: IdStatistics, counts: Path | None) -> list[RowRates]:
+    """Returns how often a sample names the rows of each table: by a file of counts, or else of random data of these
+    statistics. ValueError where the counts are another model's."""
+    if counts is not None:
+        file = read_counts(counts, tables)
+        return [file.rates(table) for table in range(tables.count)]
+    return [random_rates(rows, hot, ids) for rows, hot in zip(tables.rows, tables.hot, strict=True)]
 
 
 def misses_per_sample(loads: Sequence[TierLoad], tables: Tables, samples: int) -> float:

@@ -12,12 +12,13 @@ from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS
 from dlrm_bench.dlrm.runtime.topology import Topology
-from dlrm_bench.dlrm.tables.id_statistics import UNIFORM
+from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.choices import Choices
 from dlrm_bench.dlrm.tables.plan.constraints import NO_CONSTRAINTS
 from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_loads
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS, _by_columns, _Candidate, _Grid, _Work, make_plan
+from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS, _by_columns, _Candidate, _Grid, make_plan
+from dlrm_bench.dlrm.tables.plan.work import Work
 from tests.dlrm.tables.plan.test_plan import model_of
 
 
@@ -61,7 +62,7 @@ def test_every_column_is_held_once_and_ranks_have_one_width(model, world_size, g
 def test_only_what_leaves_no_rank_empty_is_tried_and_all_of_it():
     model = model_of([10**6] * 3, [1, 2, 3], 64)
     for ranks in (1, 2, 5, 12, 13):
-        work = _Work(model, Topology.one_node(ranks), 512, 2, DEFAULT_COSTS, UNIFORM)
+        work = Work(model, Topology.one_node(ranks), 512, 2, DEFAULT_COSTS, UNIFORM)
         costliest = [2, 1, 0]
         every = [
             _Candidate(
@@ -80,7 +81,7 @@ def test_only_what_leaves_no_rank_empty_is_tried_and_all_of_it():
 
 
 def test_many_more_ranks_than_shards_are_refused_at_once():
-    work = _Work(MLPERF_MODEL.tables, Topology.one_node(100_000), 512, 2, DEFAULT_COSTS, UNIFORM)
+    work = Work(MLPERF_MODEL.tables, Topology.one_node(100_000), 512, 2, DEFAULT_COSTS, UNIFORM)
     choices = Choices(MLPERF_MODEL.tables, NO_CONSTRAINTS, [128, 64, 32, 16], 100_000)
     assert next(_by_columns(work, (), choices), None) is None
 
@@ -91,6 +92,23 @@ def test_small_tables_are_replicated_where_there_are_others_to_shard():
     assert plan_of(model, 1, 1024).replicated == ()
     assert plan_of(model, 2, 1024, replicate=False).replicated == ()
     assert plan_of(model_of([3, 3, 3], [1] * 3), 2, 1024).replicated == ()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "samples", "narrow"),
+    [(1, 512, ()), (1, 6912, ()), (2, 512, ()), (2, 6912, ()), (8, 512, (3, 7, 20, 23)), (8, 6912, (3, 6, 17, 20, 23))],
+)
+def test_plans_of_mlperf_with_all_rows_on_the_device(ranks: int, samples: int, narrow: tuple[int, ...]) -> None:
+    """As they were before the planner knew of two tiers of memory: with eight ranks, four hold columns of the tables
+    `narrow` and four of the others, with fewer, all ranks of all tables."""
+    plan = plan_of(MLPERF_MODEL.tables, ranks, samples * ranks, ids=IdStatistics(skew=1.05, expanded=True))
+    sharded = set(range(26)) - {5, 8, 12, 15, 16, 18, 24, 25} if ranks > 1 else set(range(26))
+    kinds = [sorted(narrow), sorted(sharded - set(narrow))] if narrow else [sorted(sharded)]
+    of_kind = ranks // len(kinds)
+    columns = 128 // of_kind
+    for rank in range(ranks):
+        held = [(shard.table, shard.column, shard.columns) for shard in plan.of_rank(rank)]
+        assert held == [(table, columns * (rank % of_kind), columns) for table in kinds[rank // of_kind]]
 
 
 def test_the_hottest_mlperf_table_is_split_by_columns():

@@ -1,6 +1,7 @@
 """Predicted costs of two tiers: the rows that batches really name beyond the device's, and the figures of MLPerf's
 model."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,7 @@ from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank
 from dlrm_bench.dlrm.tables.plan.tier_costs import (
+    Exchanges,
     TierLoad,
     check_tiers_fit,
     missed_rows,
@@ -116,6 +118,38 @@ def test_halves_of_columns_miss_the_same_rows_of_half_the_bytes() -> None:
     (replicated,) = loads(Shard(0, 0, 0, 64), Shard(0, 1, 0, 64), replicated=(2,))
     of_replicated = sum(bytes_of_rank((), (2,), tables, ADAGRAD.state_columns))
     assert replicated.device_bytes == 40_000 * 512 + of_replicated
+
+
+@pytest.mark.parametrize(
+    "memory", [TableMemory(share=0.5), TableMemory(share=0.1), TableMemory(device_bytes=3 * 10**10)]
+)
+@pytest.mark.parametrize("held", [range(26), (0,), (20,), (9, 10, 22), (1, 2, 3)])
+def test_exchanges_of_a_rank_are_those_of_its_load(memory: TableMemory, held: Sequence[int]) -> None:
+    """Within a percent, or ten rows, of whole tables and of parts of columns."""
+    rates = mlperf_rates()
+    exchanges = Exchanges(MLPERF, ADAGRAD, memory, 13_824, rates, DEFAULT_COSTS, 2)
+    for columns in (128, 16):
+        shards = tuple(Shard(0, table, 0, columns) for table in held)
+        (load,) = tier_loads(Plan(1, shards), MLPERF, ADAGRAD, memory, 13_824, rates)
+        assert exchanges.us(shards) == pytest.approx(load.us(DEFAULT_COSTS), rel=0.01, abs=10 / 28)
+
+
+def test_exchanges_of_tables_add_up_to_those_of_a_rank_that_has_them_all() -> None:
+    exchanges = Exchanges(MLPERF, ADAGRAD, TableMemory(share=0.5), 13_824, mlperf_rates(), DEFAULT_COSTS, 1)
+    by_table = [exchanges.table_us(table) for table in range(26)]
+    every = tuple(Shard(0, table, 0, 128) for table in range(26))
+    assert sum(by_table) == pytest.approx(exchanges.us(every), rel=1e-6)
+    assert {table for table, us in enumerate(by_table) if us > 1} == {0, 9, 10, 19, 21}, (
+        "the rows that few samples name"
+    )
+
+
+def test_uniform_rates_are_one_bin() -> None:
+    tables = small_tables()
+    rates = [RowRates(rates=np.full(1, 1e-4), rows=np.full(1, float(rows))) for rows in tables.rows]
+    exchanges = Exchanges(tables, ADAGRAD, TableMemory(share=0.5), 500, rates, DEFAULT_COSTS, 1)
+    missed = 42_500 * -np.expm1(-500 * 1e-4)
+    assert exchanges.us([Shard(0, table, 0, 64) for table in range(3)]) == pytest.approx(missed / 28, rel=1e-6)
 
 
 @pytest.mark.parametrize(
