@@ -76,7 +76,7 @@ class StaticPipeline:
             costs=costs_of(self._gpu),
             constraints=options.constraints_on(tables),
             split_columns=options.splits_columns,
-            tiers=tiers,
+            tiers=options.tiers,
         )
         self._memory = PeerMemory(ranks) if options.peer_memory else None
         self.dense = parts.static_dense(config, options.dense, ranks, self._memory)
