@@ -158,7 +158,7 @@ def _print_dynamic_rows(config: RunConfig, topology: Topology, costs: GpuCosts, 
 
 
 def _places_gb(config: RunConfig, costs: GpuCosts, places: int, unnamed: int = 0) -> float:
-    """Returns the GB of a rank with so many places, unnamed as bytes_of takes it; ValueError where it has less."""
+    """Returns the GB of a rank with `places`; ValueError where it has less. unnamed: as bytes_of takes it."""
     columns = config.model.tables.columns
     states = config.optimizer.tables.state_columns(columns)
     needed, available = 1e-9 * bytes_of(places, columns, states, unnamed), 1e-9 * costs.memory_bytes * HEADROOM

@@ -168,8 +168,8 @@ class StaticOptions:
         )
 
     def _check_dynamic_rows(self, tables: Tables, optimizer: TableOptimizer) -> None:
-        """Raises ValueError where pooled tables cannot have --dynamic-rows. For row-wise Adagrad FBGEMM has one kernel
-        for tables that share memory and another for others, which round differently."""
+        """Raises ValueError where pooled tables cannot have --dynamic-rows. FBGEMM's update on CPUs by row-wise Adagrad
+        rounds otherwise where tables share memory; on GPUs that is not known."""
         if self.dynamic_rows is None or not tables.pooled:
             return
         require(

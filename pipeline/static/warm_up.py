@@ -20,7 +20,7 @@ enough that no row takes longer than those of a usual batch."""
 
 
 def warm_up_batch(layout: BatchLayout, tables: Tables, pin: bool, named: int = ROWS) -> Batch:
-    """Returns a batch of zeros but for its ids, which go through the first `named` rows of each table."""
+    """Returns a batch whose ids go through the first `named` rows of each table; everything else is zero."""
     batch = Batch.of_layout(layout, pin)
     batch.storage.zero_()
     for rows, block in zip(tables.rows, feature_blocks(batch.ids, tables.hot), strict=True):

@@ -17,8 +17,8 @@ class RowPlaces:
 
 
 def bytes_of(places: int, columns: int, states: int = 1, unnamed: int = 0) -> int:
-    """Returns the bytes of a rank's memory for so many rows: fp32 weights, `states` columns of optimizer state, three
-    numbers of 32 bits, and the slots of the map, an id, a place and, for --evict-rows, a flag each.
+    """Returns the bytes of a rank's memory for rows at `places`: fp32 weights, `states` columns of optimizer state,
+    three numbers of 32 bits, and the slots of the map, an id, a place and, for --evict-rows, a flag each.
 
     unnamed: further rows, in which an evaluation of pooled tables reads those that nobody has named.
     """

@@ -122,10 +122,8 @@ class StaticEBC:
             parts=shape.parts,
         )
         self._tiers = placed_rows.rows_on_tiers(layout, tbe_shape, memory) if isinstance(memory, TableMemory) else None
-        rate, rows = (
-            float(updates.learning_rate),
-            None if places is None else placed_rows.rows_in_memory(tbe_shape, places),
-        )
+        rate = float(updates.learning_rate)
+        rows = None if places is None else placed_rows.rows_in_memory(tbe_shape, places)
         of_tbe = (tbe_shape, optimizer, rate, ranks.device, updates.presort)
         self._tbe = FixedTBE(*of_tbe, fbgemm=not in_peer_memory, tiers=self._tiers, places=rows)
         self.dynamic = None if places is None else placed_rows.named_rows(layout, self._tbe, seed, places)

@@ -1,5 +1,5 @@
 """Cross-cutting: pooled tables whose rows are made when they are first named train what tables in full train, to the
-bit, and checkpoints of them go on with any number of ranks."""
+bit, and any number of ranks resumes their checkpoints."""
 
 import math
 from collections.abc import Callable, Iterator
