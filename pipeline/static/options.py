@@ -127,7 +127,8 @@ class StaticOptions:
         self.constraints_on(config.model.tables)
         require(
             self.dynamic_rows is None or not config.model.tables.pooled,
-            "--dynamic-rows is for tables whose rows are looked up one by one, which DLRMv4 has: leave it out",
+            "--dynamic-rows is for tables whose rows are looked up one by one, as models of sequences have: leave it "
+            "out",
         )
         require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
