@@ -69,14 +69,16 @@ yambda:  ## The same for DLRMv4: from made parquet like Yambda's to a checked an
 	$(STEP) "[6/6] score" $(VENV)/bin/dlrm-bench submission score $(YAMBDA)/package
 	@echo; echo "make yambda: six steps in $$(($$(date +%s) - $(START))) s. Everything is in $(YAMBDA)."
 
-# Tests start a few hundred processes: they keep what Python compiles (env -u), as pip does.
+# Tests start a few hundred processes: they keep what Python compiles (env -u), as pip does. glibc gives memory of freed
+# tensors back to the kernel, which clears it for the next ones: with these thresholds processes keep it.
+MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 test:  ## Install, check style and types, run the tests. ARGS='-k ladder' go to pytest
 	$(STEP) "[1/5] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
 	$(STEP) "[2/5] ruff check: style" $(VENV)/bin/ruff check .
 	$(STEP) "[3/5] ruff format: layout" $(VENV)/bin/ruff format --check .
 	$(STEP) "[4/5] mypy: types" $(VENV)/bin/mypy
 	$(STEP) "[5/5] pytest: the tests, in $(WORKERS) processes" \
-		env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+		env -u PYTHONDONTWRITEBYTECODE $(MALLOC) $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 		--no-loadscope-reorder $(ARGS)
 	@echo; echo "make test: five steps in $$(($$(date +%s) - $(START))) s"
 

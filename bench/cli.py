@@ -281,7 +281,7 @@ class Checkpoint:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Checks the checkpoint and prints the findings; returns the exit status."""
-        from dlrm_bench.bench.verify_checkpoint import verify_checkpoint
+        from dlrm_bench.bench.checkpoints.verify import verify_checkpoint
 
         return verify_checkpoint(console, self.directory)
 

@@ -14,7 +14,7 @@ from tyro.conf import Positional
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.data_command import split_preset
 from dlrm_bench.bench.flags import parse_run
-from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.benchmarks import PRESETS, named
 from dlrm_bench.dlrm.data.steps import step
 from dlrm_bench.dlrm.tables.row_counts import write_counts
 
@@ -56,9 +56,10 @@ def count_rows(config: RunConfig, samples: int, file: Path) -> int:
     do not tell the tables' ids."""
     benchmark, tables = named(config.benchmark), config.model.tables
     if benchmark.table_ids is None:
+        others = ", ".join(name for name, (other, _) in PRESETS.items() if other.table_ids is not None)
         raise ValueError(
             f"--preset {config.preset}: {benchmark.title}'s batches do not hold the ids of its tables as counts need "
-            "them; choose a preset of DLRM-DCNv2"
+            f"them; choose one of {others}"
         )
     counts = [np.zeros(rows, dtype=np.uint32) for rows in tables.rows]
     counted, batches = 0, -(-samples // config.local_batch_size)

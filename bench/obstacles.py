@@ -2,8 +2,8 @@
 
 import os
 
+from dlrm_bench.bench.checkpoints.restarts import check_restarts
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.restarts import check_restarts
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.table_memory import (

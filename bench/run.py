@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints.restarts import say_origin
+from dlrm_bench.bench.checkpoints.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.instruments.abort import AbortWatch
 from dlrm_bench.bench.instruments.beginning import BEGINNING
@@ -29,7 +31,6 @@ from dlrm_bench.bench.mlperf.division import counted_samples, division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
-from dlrm_bench.bench.restarts import say_origin
 from dlrm_bench.bench.run_files import (
     LOG_NAME,
     agree_on_folder,
@@ -38,7 +39,6 @@ from dlrm_bench.bench.run_files import (
     named_checkpoints,
     write_results,
 )
-from dlrm_bench.bench.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import Dataset, HostBatch
 from dlrm_bench.dlrm.data.loader import Prefetcher

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dlrm_bench.bench.checkpoints.restarts import restarted
+from dlrm_bench.bench.checkpoints.saved_state import history_arrays
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.instruments.losses import NonFiniteError
 from dlrm_bench.bench.machine.description import short_name
@@ -31,8 +33,6 @@ from dlrm_bench.bench.records.record import (
     write_record,
 )
 from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
-from dlrm_bench.bench.restarts import restarted
-from dlrm_bench.bench.saved_state import history_arrays
 from dlrm_bench.dlrm.benchmark import SampleSizes
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks

@@ -18,8 +18,7 @@ import json
 import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from torchrec.metrics.metric_module import RecMetricModule, generate_metric_modu
 from torchrec.metrics.metrics_config import MetricsConfig, RecComputeMode, RecMetricDef, RecMetricEnum, RecTaskInfo
 
 from dlrm_bench.bench.stats.statistics import student_t
-from dlrm_bench.kernels.benchmark.graph_time import replayed_us
+from dlrm_bench.kernels.benchmark.graph_time import host_us, replayed_us
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
 
 SUMS = (RecMetricEnum.NE, RecMetricEnum.CALIBRATION, RecMetricEnum.CTR, RecMetricEnum.MSE)
@@ -85,12 +84,12 @@ class Case:
 
     def measure(self, calls: int) -> None:
         """Adds the times of one round."""
-        self._add("host", [microseconds(self._update) for _ in range(calls)])
-        self._add("update", [microseconds(self._update, calls, wait=True)])
+        self._add("host", [host_us(self._update) for _ in range(calls)])
+        self._add("update", [host_us(self._update, calls, wait=True)])
         if self.graph is not None:
             self._add("graph", [replayed_us(self.graph, REPLAYS) / IN_GRAPH for _ in range(3)])
-            self._add("start", [microseconds(self.module.compute_async) for _ in range(3)])
-        self._add("compute", [microseconds(self._compute, wait=True) for _ in range(2)])
+            self._add("start", [host_us(self.module.compute_async) for _ in range(3)])
+        self._add("compute", [host_us(self._compute, wait=True) for _ in range(2)])
 
     def _update(self) -> None:
         self.module.update(self.model_out)
@@ -104,17 +103,6 @@ class Case:
 
     def result(self) -> dict[str, object]:
         return {**self.key, **{name: summary(times) for name, times in self.rounds.items()}}
-
-
-def microseconds(call: Callable[[], object], calls: int = 1, wait: bool = False) -> float:
-    """Returns the host time of a call among `calls`, from an idle device on; with `wait`, until it is idle again."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    if wait:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls * 1e6
 
 
 def summary(rounds: list[float]) -> dict[str, object]:

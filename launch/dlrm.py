@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> RunConfig:
         print(json.dumps(as_json(config), indent=2))
         sys.exit()
     if chosen.print_plan is not None:
-        from dlrm_bench.bench.plan_table import costs_at, print_plan, topology_of
+        from dlrm_bench.bench.plan.plan_table import costs_at, print_plan, topology_of
 
         topology = topology_of(chosen.print_plan, chosen.gpus_per_node, chosen.network_gb_s)
         print_plan(config, topology, costs_at(chosen.limits, chosen.host_memory_gb, topology))

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder.launching import start_server
+from tests.interpreter import prepare_interpreter
 from tests.launched import free_port, rank_environment
 
 # NVML is asked, as in start_server: a process that asks CUDA itself is no process to fork ranks from.
@@ -28,6 +29,8 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     # Triton decides at its first import whether it interprets, and torchrec and fbgemm_gpu import it too.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+prepare_interpreter()
 
 # Workers and ranks share the cores; OpenMP's threads would only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

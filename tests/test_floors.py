@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -114,6 +115,18 @@ def test_bench_launch_and_pipeline_know_no_model():
         and models_imported(ast.parse(path.read_text()))
     }
     assert knowing == set(), "ask the benchmark (dlrm/benchmark.py) in place of its model"
+
+
+def test_bench_launch_and_pipeline_name_no_model():
+    """Neither in code nor in help and errors: what they say of a model is the benchmark's."""
+    naming = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] in ("pipeline", "bench", "launch")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if re.search("dcnv2|dlrm_dcn|dlrmv4|hstu", line, re.IGNORECASE)
+    ]
+    assert naming == []
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ class Examination:
         try:
             self._take_turn()
         except Exception:
+            # Any fault here is the doctor's, not the script's: it goes to a file, which the command reports.
             self._over = True
             error = self._folder / f"rank{_rank()}.error"
             error.write_text(traceback.format_exc(), encoding="utf-8")

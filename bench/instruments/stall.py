@@ -26,8 +26,7 @@ _SAVES = "saves a checkpoint"
 _WAITS = "waits for other ranks to save a checkpoint"
 _STAGES = {
     "dlrm/data/": "waits for its reader",
-    "bench/checkpoints.py": _SAVES,
-    "bench/snapshots.py": _SAVES,
+    "bench/checkpoints/": _SAVES,
     "dlrm/data/metrics.py": "computes the AUC",
     "pipeline/static/evaluation.py": "evaluates",
 }

@@ -18,14 +18,14 @@ class LadderCommand:
 
     rungs: str = "stock"
     """Ladder of the preset's benchmark. All have stock (in each precision), full (every optimisation), ends (first and
-    last rung of full) and same (one rung twice: A/A). The zoo has main (full with fewer rungs), DLRMv4 and DLRM-DCNv2
-    baselines (reference, tuned and compiled stock, and the last rung of full). DLRMv4 also has static (full's first two
-    rungs, fused kernels, the static pipeline), static-ends (stock, fused kernels and the last rung of static) and
-    dynamic-rows (the last rung of static, and with --dynamic-rows). DLRM-DCNv2 also has five-stage (each rung adds one
-    switch), five-stage-trim-first (the same switches in another order), tiers (half of the rows in host memory, by
-    TorchRec and by --table-memory, and none), dynamic-rows (the last rung, and with --dynamic-rows), fp8 (ends and
-    --fp8), reading (the last rung on random batches and on the day files of --data.path), same-pipelines (one rung of
-    each pipeline twice) and cpu (runs without a GPU)."""
+    last rung of full) and same (one rung twice: A/A). Others are of some benchmarks; an unknown name is answered with
+    those of the preset's: main (full with fewer rungs), baselines (reference, tuned and compiled stock, and the last
+    rung of full), static (full's first two rungs, fused kernels, the static pipeline), static-ends (stock, fused
+    kernels and the last rung of static), dynamic-rows (the last rung, and with --dynamic-rows), five-stage
+    (each rung adds one switch), five-stage-trim-first (the same switches in another order), tiers (half of the rows in
+    host memory, by TorchRec and by --table-memory, and none), fp8 (ends and --fp8), reading (the last rung on random
+    batches and on the day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu (runs without
+    a GPU)."""
     rounds: int | Literal["auto"] = 5
     """Number of runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
     detect: str = "2%"

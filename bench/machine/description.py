@@ -159,7 +159,7 @@ def readable(read: Callable[[], T]) -> T | None:
     description may fail."""
     try:
         return read()
-    except Exception:
+    except Exception:  # of any kind: drivers, torch and /proc have their own, and a run must not end by one of them
         return None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_bench.bench.config import PIPELINES
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 
 _FLAT = (
     *("ebc", "cuda_graph", "cuda_graph_fallback", "plan", "row_wise", "avoid_record_streams", "pinned_d2h"),
@@ -14,7 +15,7 @@ _FLAT = (
 )
 """Keys of the pipeline in schema 1, beside fields of the run; `pipeline` there is a schedule's name, or None."""
 
-_FIRST = "dlrm_dcnv2"
+_FIRST = BENCHMARKS[0].name
 """The only benchmark before records named theirs."""
 _BEFORE: dict[str, dict[str, Any]] = {
     "optimizer": {"embedding": "adagrad"},

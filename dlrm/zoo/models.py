@@ -1,5 +1,6 @@
 """The TorchRec models: forward(batch) returns (loss, (loss, logits, labels)), as TorchRec's train pipelines expect."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class SequenceBatch(BagsBatch):
 Output = tuple[Tensor, tuple[Tensor, Tensor, Tensor]]
 
 
-class Trained(nn.Module):
+class Trained(nn.Module, ABC):
     """A model that returns logits, with its loss."""
 
     def forward(self, batch: BagsBatch) -> Output:
@@ -55,13 +56,13 @@ class Trained(nn.Module):
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, (loss.detach(), logits.detach(), batch.labels)
 
+    @abstractmethod
     def logits(self, batch: BagsBatch) -> Tensor:
         """Returns logits [B]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compiled(self) -> tuple[nn.Module, ...]:
         """Returns the parts that torch.compile takes."""
-        raise NotImplementedError
 
 
 class OfTorchRec(Trained):

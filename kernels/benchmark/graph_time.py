@@ -1,6 +1,7 @@
-"""Times work on a GPU without the launches of the host."""
+"""Times on a GPU: of work without the launches of the host, and of the host's calls."""
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -32,3 +33,15 @@ def graph_us(run: Callable[[], object], replays: int = 20, samples: int = 7) -> 
     """Returns median microseconds of one call of `run`, captured into a CUDA graph and replayed back to back."""
     graph = captured(run)
     return statistics.median(replayed_us(graph, replays) for _ in range(samples))
+
+
+def host_us(call: Callable[[], object], calls: int = 1, wait: bool = False) -> float:
+    """Returns the microseconds that the host takes for a call, of `calls` in a row from an idle device on; wait: until
+    the device is idle again."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if wait:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls * 1e6

@@ -40,7 +40,7 @@ def record(
             capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with capturing, watch or nullcontext():
                 work()
-        except Exception:
+        except Exception:  # raised again below
             # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this.
             torch.cuda.synchronize()
             with suppress(RuntimeError):  # it did not fail: `work` itself did, in a sane capture

@@ -27,7 +27,7 @@ def run_checker(module: str, arguments: list[str]) -> tuple[int, str]:
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        except Exception:
+        except Exception:  # a checker that crashes has failed, and its traceback is its output, as of a process
             output.write(traceback.format_exc())
             status = 1
     return status, output.getvalue()

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints
 from dlrm_bench.bench.instruments.clock import IterationClock
 from dlrm_bench.bench.instruments.losses import LossHistory
 from dlrm_bench.bench.instruments.progress import StillBar

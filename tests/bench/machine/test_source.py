@@ -76,11 +76,6 @@ def test_state_of_a_copy(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_this_checkout_hashes_as_git_does() -> None:
     """All kinds of files of the project; as far as nothing is changed here."""
-    if (
-        not (ROOT / ".git").exists()
-        or subprocess.run(
-            ["git", "-C", str(ROOT), "status", "--porcelain", *PROGRAM], capture_output=True, text=True
-        ).stdout
-    ):
+    if not (ROOT / ".git").exists() or git(ROOT, "status", "--porcelain", *PROGRAM):
         pytest.skip("no checkout, or a changed one")
     assert source_hash(ROOT) == source_of_commit(ROOT, "HEAD")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlrm_bench.bench.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints
 from dlrm_bench.bench.doctor.trace import read_trace
 from dlrm_bench.bench.instruments.clock import IterationClock
 from dlrm_bench.bench.instruments.losses import LossHistory

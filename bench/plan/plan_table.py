@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.plan.tier_table import print_tiers
 from dlrm_bench.bench.records.limits import ALL_TO_ALLS, Limits, read_limits
-from dlrm_bench.bench.tier_table import print_tiers
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts, costs_of
 from dlrm_bench.dlrm.runtime.topology import GPUS_PER_NODE, INFINIBAND_400G, Topology

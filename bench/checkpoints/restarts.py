@@ -3,8 +3,8 @@
 import os
 import sys
 
+from dlrm_bench.bench.checkpoints.saved_state import Resumed
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.saved_state import Resumed
 from dlrm_bench.dlrm.runtime.ranks import RESTARTS, Ranks
 
 

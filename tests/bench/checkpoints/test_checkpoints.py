@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.bench import checkpoint_folders, checkpoints
-from dlrm_bench.bench.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints import checkpoints, folders
+from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints.saved_state import STATE_SCHEMA, RunState, find_checkpoint
 from dlrm_bench.bench.config import CheckpointConfig, RunConfig, as_json
 from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.saved_state import STATE_SCHEMA, RunState, find_checkpoint
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock
 from tests.launched import Ended, fork, wait
@@ -100,7 +100,7 @@ def save_twice(folder: Path, trouble: str | None) -> int:
     if trouble == "killed while writing":
         checkpoints.write_state = kill  # type: ignore[assignment]
     elif trouble == "killed before the new name":
-        checkpoint_folders._sync = kill  # type: ignore[assignment]
+        folders._sync = kill  # type: ignore[assignment]
     elif trouble == "killed before the old one is deleted":
         shutil.rmtree = kill  # type: ignore[assignment]
     elif trouble == "disk full":
@@ -243,7 +243,7 @@ def test_free_memory_leaves_out_what_lies_idle_in_pools_of_graphs(monkeypatch):
     ("size", "said"), [(0, "0 bytes"), (999, "999 bytes"), (41_600, "41.6 KB"), (2.09e11, "209.0 GB")]
 )
 def test_sizes_have_a_digit_before_the_point(size, said):
-    assert checkpoint_folders.in_units(size) == said
+    assert folders.in_units(size) == said
 
 
 def save_and_say(folder: Path, resume: Path | None, *iterations: int) -> int:

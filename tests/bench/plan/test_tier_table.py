@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.plan_table import costs_at, print_plan
+from dlrm_bench.bench.plan.plan_table import costs_at, print_plan
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.row_counts import write_counts

@@ -1,9 +1,9 @@
 """Seconds from SIGKILL of a rank until the training goes on from its snapshot in memory.
 
-python tests/bench/time_restart.py RANKS FOLDER FLAGS, as in
+python tests/bench/checkpoints/time_restart.py RANKS FOLDER FLAGS, as in
 
-    python tests/bench/time_restart.py 2 /tmp/killed --preset launch-bound --pipeline static --iterations 100000 \
-        --snapshot.every 10000 --snapshot.path /dev/shm/killed
+    python tests/bench/checkpoints/time_restart.py 2 /tmp/killed --preset launch-bound --pipeline static \
+        --iterations 100000 --snapshot.every 10000 --snapshot.path /dev/shm/killed
 
 starts FLAGS of launch/dlrm.py under torchrun, kills the last rank two seconds after the first snapshot, and prints
 when the restarted run is about to train. Needs no GPU.

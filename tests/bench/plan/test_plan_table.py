@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.plan_table import measured_costs, print_plan, topology_of
+from dlrm_bench.bench.plan.plan_table import measured_costs, print_plan, topology_of
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL

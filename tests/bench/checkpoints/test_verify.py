@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_bench.bench.checkpoints.saved_state import STATE_JSON
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.saved_state import STATE_JSON
 from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT
 from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON, Index, Piece, Place, checksum, other_files, write_index
-from tests.bench.test_saved_state import save
+from tests.bench.checkpoints.test_saved_state import save
 
 
 @pytest.fixture

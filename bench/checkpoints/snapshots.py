@@ -14,9 +14,8 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from dlrm_bench.bench.checkpoint_folders import locked, on_rank_0
-from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.memory_folder import (
+from dlrm_bench.bench.checkpoints.folders import locked, on_rank_0
+from dlrm_bench.bench.checkpoints.memory_folder import (
     Layout,
     Slots,
     check_left_over,
@@ -26,7 +25,8 @@ from dlrm_bench.bench.memory_folder import (
     prepare_slots,
     remove_folder,
 )
-from dlrm_bench.bench.saved_state import Resumed, RunState, samples_of
+from dlrm_bench.bench.checkpoints.saved_state import Resumed, RunState, samples_of
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint import OwnPieces, gathered, on_all_ranks, own_pieces
 from dlrm_bench.pipeline.checkpoint_index import Index, Piece, index_text

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench import restarts, snapshots
+from dlrm_bench.bench.checkpoints import restarts, snapshots
+from dlrm_bench.bench.checkpoints.restarts import check_restarts, restarted
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
-from dlrm_bench.bench.restarts import check_restarts, restarted
 from dlrm_bench.bench.run_files import LOG_NAME
-from tests.bench.test_snapshots import in_memory
+from tests.bench.checkpoints.test_snapshots import in_memory
 from tests.launched import end, forked_launch, ranks_naming, torchrun, wait_until
 
 FLAGS = ["--preset=smoke", "--data.source=random", "--target-auc=None", "--local-batch-size=32"]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_bench.bench import memory_folder
-from dlrm_bench.bench.memory_folder import Layout, close_slot, make_folder, open_slot, prepare_slots
-from dlrm_bench.bench.saved_state import STATE_JSON, complete_checkpoints
+from dlrm_bench.bench.checkpoints import memory_folder
+from dlrm_bench.bench.checkpoints.memory_folder import Layout, close_slot, make_folder, open_slot, prepare_slots
+from dlrm_bench.bench.checkpoints.saved_state import STATE_JSON, complete_checkpoints
 from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON
-from tests.bench.test_saved_state import GBS, of, save, state
+from tests.bench.checkpoints.test_saved_state import GBS, of, save, state
 
 LAYOUT = Layout("index", {"rank-0-0.bin": 5000})
 

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench import saved_state
-from dlrm_bench.bench.config import CheckpointConfig, RunConfig, SnapshotConfig, as_json
-from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
-from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.saved_state import (
+from dlrm_bench.bench.checkpoints import saved_state
+from dlrm_bench.bench.checkpoints.saved_state import (
     STATE_JSON,
     STATE_SCHEMA,
     Resumed,
@@ -26,6 +23,9 @@ from dlrm_bench.bench.saved_state import (
     of_another_user,
     read_run_state,
 )
+from dlrm_bench.bench.config import CheckpointConfig, RunConfig, SnapshotConfig, as_json
+from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data.content import data_content
 from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST

@@ -11,9 +11,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_bench.bench.checkpoint_folders import in_units
+from dlrm_bench.bench.checkpoints.folders import in_units
+from dlrm_bench.bench.checkpoints.saved_state import (
+    STATE_JSON,
+    RunState,
+    checkpoint_name,
+    complete_checkpoints,
+    read_run_state,
+)
 from dlrm_bench.bench.machine.host_memory import free_memory_bytes, host_memory_bytes
-from dlrm_bench.bench.saved_state import STATE_JSON, RunState, checkpoint_name, complete_checkpoints, read_run_state
 from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON
 
 _MOST = 2

@@ -10,7 +10,7 @@ from typing import Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
-from dlrm_bench.bench.saved_state import PARTIAL, STATE_JSON, RunState, complete_checkpoints
+from dlrm_bench.bench.checkpoints.saved_state import PARTIAL, STATE_JSON, RunState, complete_checkpoints
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _Result = TypeVar("_Result")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_bench.bench.saved_state import checkpoint_in, read_run_state
+from dlrm_bench.bench.checkpoints.saved_state import checkpoint_in, read_run_state
 from dlrm_bench.dlrm.data.steps import step
 from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT
 from dlrm_bench.pipeline.checkpoint_index import damage, read_index

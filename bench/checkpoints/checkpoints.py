@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.bench.checkpoint_folders import (
+from dlrm_bench.bench.checkpoints.folders import (
     begin_folder,
     complete_folder,
     in_units,
@@ -27,10 +27,7 @@ from dlrm_bench.bench.checkpoint_folders import (
     on_rank_0,
     unfinished_of,
 )
-from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.instruments.stall import SAVER
-from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint, TakenSnapshot
-from dlrm_bench.bench.saved_state import (
+from dlrm_bench.bench.checkpoints.saved_state import (
     PARTIAL,
     Resumed,
     RunState,
@@ -38,7 +35,10 @@ from dlrm_bench.bench.saved_state import (
     complete_checkpoints,
     of_another_user,
 )
-from dlrm_bench.bench.snapshots import Snapshot, Snapshots
+from dlrm_bench.bench.checkpoints.snapshots import Snapshot, Snapshots
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.instruments.stall import SAVER
+from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint, TakenSnapshot
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import FileContent
 from dlrm_bench.dlrm.runtime.ranks import Ranks

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from dlrm_bench.bench import checkpoints, memory_folder, snapshots
-from dlrm_bench.bench.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints import checkpoints, memory_folder, snapshots
+from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints.saved_state import find_checkpoint
 from dlrm_bench.bench.config import CheckpointConfig, RunConfig, SnapshotConfig
 from dlrm_bench.bench.instruments.schedule import plan_schedule
-from dlrm_bench.bench.saved_state import find_checkpoint
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint_memory import PiecesInMemory
-from tests.bench.test_checkpoints import Held, config, kill, name, run, state
+from tests.bench.checkpoints.test_checkpoints import Held, config, kill, name, run, state
 
 AUTO = Path("auto")
 

@@ -1,6 +1,5 @@
 """Runs that resume a checkpoint; the remains of a run that diverges, and of one whose folder is gone."""
 
-import contextlib
 import errno
 import itertools
 import os
@@ -16,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench import checkpoints, run_files
+from dlrm_bench.bench import run_files
+from dlrm_bench.bench.checkpoints import checkpoints
+from dlrm_bench.bench.checkpoints.saved_state import STATE_JSON, checkpoint_name
 from dlrm_bench.bench.mlperf.log import check_compliance
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
 from dlrm_bench.bench.run_files import LOG_NAME
-from dlrm_bench.bench.saved_state import STATE_JSON, checkpoint_name
 from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
 from tests.bench.test_run import GBS, ITERATIONS, LOCAL_BATCH, SAMPLES_PER_DAY, assert_aborted, launch, read_events
 from tests.launched import Ended, fork, forked_launch, launch_main, wait, wait_until_training
@@ -216,10 +216,10 @@ FEW = ["--target-auc", "None", "--iterations", "3", "--warmup-iterations", "1"]
 
 def can_be_immutable(folder: Path) -> bool:
     """Whether this user and file system have immutable folders."""
-    with contextlib.suppress(OSError):
-        if subprocess.run(["chattr", "+i", folder], capture_output=True).returncode == 0:
-            return subprocess.run(["chattr", "-i", folder], capture_output=True).returncode == 0
-    return False
+    if shutil.which("chattr") is None:
+        return False
+    changes = (subprocess.run(["chattr", change, folder], capture_output=True) for change in ("+i", "-i"))
+    return all(done.returncode == 0 for done in changes)
 
 
 @pytest.mark.parametrize(("how", "says"), [("immutable", "Operation not permitted"), ("replaced", "Not a directory")])
