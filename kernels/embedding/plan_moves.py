@@ -14,52 +14,10 @@ from torch import Tensor
 
 from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, tl
+from dlrm_bench.kernels.embedding.placement_state import NUMBERS, Moves, PlacementState, walk
 
-NUMBERS = 255
-"""Batches have numbers from 1 to this one, a byte's largest, in turn; 0 is no batch's."""
 _BLOCK = 1024
 _BLOCKS_AT_A_TIME = 1024
-
-
-class PlacementState(NamedTuple):
-    """State of R rows and P places on the device, G of them guests'. The last element of `place`, `occupant` and
-    `named` is nobody's: rows and places that do not exist are written to it."""
-
-    place: Tensor
-    """int32 [R + 1]: where each row is; at last -1, the place of padding."""
-    occupant: Tensor
-    """int32 [P + 1]: the row at each place on the device."""
-    guest: Tensor
-    """uint8 [P]: whether the place is a guest's."""
-    ring: Tensor
-    """int32 [G]: the guests' places."""
-    named: Tensor
-    """uint8 [R + 1]: the number of the last batch that named each row."""
-    counts: Tensor
-    """uint8 [halving, n], flat at least R + 1: how many batches named each row; one line is halved with each batch."""
-    head: Tensor
-    """int64 [1]: where in the ring the window begins."""
-    hand: Tensor
-    """int64 [1]: the place with which the window's first guest is compared."""
-    batches: Tensor
-    """int64 [1]: number of batches so far."""
-    number: Tensor
-    """uint8 [1]: the last batch's, NUMBERS before the first."""
-    counters: Tensor
-    """int64 [4]: batches, missing rows, rows that came to the device, rows used where they were."""
-
-
-class Moves(NamedTuple):
-    """The exchanges that a batch asks for: late ones, then early ones."""
-
-    device: Tensor
-    """int32 [W]: places on the device."""
-    host: Tensor
-    """int32 [W]: places in host memory, counted from its first."""
-    late: Tensor
-    """int32 [2]: from which exchange on, up to which."""
-    early: Tensor
-    """int32 [2]: the same."""
 
 
 class PlanMoves(NamedTuple):
@@ -126,22 +84,21 @@ class PlanMoves(NamedTuple):
             torch.empty(size, dtype=torch.int32, device=device) for size in (blocks, blocks, window_blocks)
         )
         totals = torch.empty(4, dtype=torch.int32, device=device)
-        sizes = (len(state.guest), len(state.ring), window)
+        sizes, (compared, stride) = (len(state.guest), len(state.ring), window), walk(len(state.guest), window)
         halving, line = state.counts.shape
         _halve_kernel[(cdiv(line, block),)](state.counts, state.batches, halving, line, block)
         of_rows = (self.rows, count, state.place, state.named, state.counts, state.number)
         _mark_kernel[(blocks,)](*of_rows, kind, late, early, sizes[0], block)
         of_window = (state.occupant, state.guest, state.ring, state.named, state.counts)
-        _window_kernel[(window_blocks,)](
-            *of_window, state.head, state.hand, state.number, choice, leaving, other, free, *sizes, block
-        )
+        chosen, of_walk = (choice, leaving, other, free), (*sizes, stride, compared)
+        _window_kernel[(window_blocks,)](*of_window, state.head, state.hand, state.number, *chosen, *of_walk, block)
         _sums_kernel[(1,)](late, early, free, totals, blocks, window_blocks, window, _BLOCKS_AT_A_TIME)
         _incoming_kernel[(blocks,)](self.rows, kind, late, early, totals, incoming, count, window, block)
-        chosen, of_ring = (choice, leaving, other, free, totals), (state.guest, state.ring, state.head)
-        _outgoing_kernel[(window_blocks,)](*chosen, *of_ring, victim, self.moves.device, *sizes, block)
+        of_ring = (state.guest, state.ring, state.head)
+        _outgoing_kernel[(window_blocks,)](*chosen, totals, *of_ring, victim, self.moves.device, *sizes, block)
         walked = (state.head, state.hand, state.batches, state.number, state.counters)
         _exchange_kernel[(window_blocks,)](
-            incoming, victim, totals, *self.moves, state.place, state.occupant, *walked, *sizes, block
+            incoming, victim, totals, *self.moves, state.place, state.occupant, *walked, *sizes, compared, block
         )
 
 
@@ -165,11 +122,16 @@ def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int
     """Changes roles in the window as far as it is used, and moves it on. Returns rows that leave and their places,
     [window], and their number."""
     none, device_rows = len(state.place) - 1, len(state.guest)
+    compared, stride = walk(device_rows, window)
     step = torch.arange(window, device=before.device)
     in_ring = (state.head + step) % len(state.ring)
-    guest, other = state.ring[in_ring], ((state.hand + step) % device_rows).int()
-    of_guest, of_other = state.occupant[guest], state.occupant[other]
+    walked = state.hand + torch.arange(window * compared, device=before.device).view(window, compared)
+    others = (walked % device_rows * stride % device_rows).int()
     counts = state.counts.view(-1)
+    count_of_others = counts[state.occupant[others]].int() + 256 * state.guest[others].int()  # guests come last
+    least = count_of_others.argmin(1, keepdim=True)
+    guest, other = state.ring[in_ring], others.gather(1, least).view(-1)
+    of_guest, of_other = state.occupant[guest], state.occupant[other]
     swaps = (state.guest[other] == 0) & (counts[of_guest] > counts[of_other])
     place, row = torch.where(swaps, other, guest), torch.where(swaps, of_other, of_guest)
     named = state.named[row]
@@ -183,7 +145,7 @@ def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int
     state.guest[guest] = (~swaps).to(torch.uint8)
     state.ring[in_ring] = torch.where(swaps, other, guest)
     state.head.copy_((state.head + is_used.sum()) % len(state.ring))
-    state.hand.copy_((state.hand + is_used.sum()) % device_rows)
+    state.hand.copy_((state.hand + compared * is_used.sum()) % device_rows)
     leaves = may_leave & (nth <= count)
     rows = _compacted(row, leaves, nth - 1, window, none)
     return rows, _compacted(place, leaves, nth - 1, window, device_rows), count
@@ -250,18 +212,27 @@ def _window_kernel(
     device_rows,
     guests,
     window,
+    stride,
+    compared: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     # A choice is 1 where roles are to change, and 2 more where the row may leave.
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < window
     place = tl.load(ring + (tl.load(head) + at) % guests, inside, other=0)
-    other = ((tl.load(hand) + at) % device_rows).to(tl.int32)
-    row, other_row = tl.load(occupant + place, inside, other=0), tl.load(occupant + other, inside, other=0)
-    seldomer = tl.load(count + row, inside, other=0).to(tl.int32) > tl.load(count + other_row, inside, other=0).to(
-        tl.int32
-    )
-    swaps = (tl.load(guest + other, inside, other=1) == 0) & seldomer
+    row = tl.load(occupant + place, inside, other=0)
+    seen = tl.load(count + row, inside, other=0).to(tl.int32)
+    other, other_row, least = place * 0, row * 0, seen * 0 + 512  # above all counts, of guests too
+    for nth in tl.static_range(compared):
+        walked = (tl.load(hand) + at.to(tl.int64) * compared + nth) % device_rows
+        next_place = (walked * stride % device_rows).to(tl.int32)
+        next_row = tl.load(occupant + next_place, inside, other=0)
+        next_seen = tl.load(count + next_row, inside, other=0).to(tl.int32)
+        next_seen += 256 * tl.load(guest + next_place, inside, other=1).to(tl.int32)  # guests come last
+        seldomest = next_seen < least
+        other, other_row = tl.where(seldomest, next_place, other), tl.where(seldomest, next_row, other_row)
+        least = tl.where(seldomest, next_seen, least)
+    swaps = seen > least
     row = tl.where(swaps, other_row, row)
     batch, before = tl.load(named + row, inside, other=0).to(tl.int32), tl.load(number).to(tl.int32)
     leaves = inside & (batch != before) & (batch != before % 255 + 1)
@@ -365,6 +336,7 @@ def _exchange_kernel(
     device_rows,
     guests,
     window,
+    compared,
     block: tl.constexpr,
 ) -> None:
     at = tl.program_id(0) * block + tl.arange(0, block)
@@ -382,7 +354,7 @@ def _exchange_kernel(
         tl.store(early_bounds, late)
         tl.store(early_bounds + 1, moved)
         tl.store(head, (tl.load(head) + used) % guests)
-        tl.store(hand, (tl.load(hand) + used) % device_rows)
+        tl.store(hand, (tl.load(hand) + used.to(tl.int64) * compared) % device_rows)
         tl.store(batches, tl.load(batches) + 1)
         tl.store(number, (tl.load(number).to(tl.int32) % 255 + 1).to(tl.uint8))
         tl.store(counters, tl.load(counters) + 1)

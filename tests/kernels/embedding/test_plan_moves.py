@@ -5,14 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels.embedding.plan_moves import (
-    NUMBERS,
-    Moves,
-    PlacementState,
-    PlanMoves,
-    plain_plan_moves,
-    plan_moves,
-)
+from dlrm_bench.kernels.embedding.placement_state import COMPARED, NUMBERS, Moves, PlacementState, walk
+from dlrm_bench.kernels.embedding.plan_moves import PlanMoves, plain_plan_moves, plan_moves
 from tests.kernels.devices import DEVICE, needs_triton
 
 
@@ -90,3 +84,16 @@ def test_the_fastest_that_applies_equals_plain() -> None:
         plain_plan_moves(batch_of(500, 100, seed), states[1], moves[1])
         assert torch.equal(states[0].place, states[1].place)
         assert torch.equal(states[0].counters, states[1].counters)
+
+
+@pytest.mark.parametrize(
+    ("device_rows", "window"), [(2, 1), (3, 1), (7, 6), (150, 40), (1 << 20, 4096), (102_092_294, 9)]
+)
+def test_the_walk_comes_to_every_place_once_and_no_place_to_two_guests(device_rows: int, window: int) -> None:
+    compared, stride = walk(device_rows, window)
+    assert 1 <= compared <= COMPARED
+    assert window * compared <= device_rows
+    some = torch.arange(min(device_rows, 1 << 20)) * stride % device_rows
+    assert len(some.unique()) == len(some)
+    tenths = torch.bincount(some * 10 // device_rows, minlength=10)
+    assert device_rows < 100 or tenths.max() - tenths.min() < 0.02 * len(some) + 10, "all parts of the device alike"
