@@ -73,7 +73,7 @@ def rows_at(device: Tensor, host: Tensor | None, places: Tensor) -> Tensor:
         return device[places]
     on_device = places < len(device)
     rows = device[torch.where(on_device, places, 0)]
-    rows[~on_device] = host[places[~on_device] - len(device)]
+    rows[~on_device] = host[(places[~on_device] - len(device)).to(host.device)].to(device.device)
     return rows
 
 
@@ -84,7 +84,7 @@ def put_rows(device: Tensor, host: Tensor | None, places: Tensor, rows: Tensor) 
         return
     on_device = places < len(device)
     device[places[on_device]] = rows[on_device]
-    host[places[~on_device] - len(device)] = rows[~on_device]
+    host[(places[~on_device] - len(device)).to(host.device)] = rows[~on_device].to(host.device)
 
 
 class CopyRows(NamedTuple):
@@ -172,8 +172,9 @@ class ExchangeRows(NamedTuple):
         first, last = self.bounds.tolist()
         on_device, in_host = self.on_device[first:last].long(), self.in_host[first:last].long()
         device, host = self.tiers
-        leaving = device[on_device]
-        device[on_device] = host[in_host]
+        in_host = in_host.to(host.device)
+        leaving = device[on_device].to(host.device)
+        device[on_device] = host[in_host].to(device.device)
         host[in_host] = leaving
 
     def triton(self) -> None:
