@@ -10,7 +10,7 @@ and measures them (rank.py, sampler.py, marks.py), and the command makes finding
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import hook
+from . import hook, process_state
 
 __version__ = "0.2.0"
 
@@ -21,5 +21,5 @@ def iteration() -> Iterator[None]:
 
     An iteration lasts until the next one begins, so that time between them counts too.
     """
-    hook.boundary(hook.MARK)
+    hook.boundary(process_state.MARK)
     yield

@@ -7,23 +7,15 @@ which are no ranks. A wrapped function costs one more call until the rank reache
 import functools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .site_folder import Settings, settings_of
-
-if TYPE_CHECKING:
-    from .rank import Examination
-
-OPTIMIZER, PROGRESS, MARK = "optimizer", "progress", "mark"
-"""Ways in which an iteration is found, the least reliable first."""
-
-Marker = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+from .process_state import OPTIMIZER, PROGRESS, recorded, state
+from .site_folder import settings_of
 
 _PIPELINES = "torchrec.distributed.train_pipeline."
 _FIVE_STAGE = "five_stage.pipeline"
@@ -46,25 +38,6 @@ _FUNCTIONS = {
 }
 _BACKWARD = "torch.autograd.graph"
 _OPTIMIZERS = "torch.optim.optimizer"
-
-
-class _State:
-    """This process's; nothing in it before the script's first iteration."""
-
-    settings: Settings | None = None
-    examination: "Examination | None" = None
-    marker: Marker | None = None
-    """Set while calls are recorded: runs a wrapped function."""
-    around_backward: Callable[[], Any] | None = None
-    """Set while calls are recorded: a context for autograd's engine, which torch's override protocol leaves out."""
-    inside_progress = threading.local()
-    pipeline: Any = None
-    """The pipeline whose progress() ran last, held weakly: a call that gives it, or None."""
-    leader: int | None = None
-    """The optimizer whose steps are iterations, by id: the first one that made a step."""
-
-
-state = _State()
 
 
 def install() -> None:
@@ -129,17 +102,6 @@ def _wrap_functions(module: ModuleType, names: Sequence[str]) -> None:
         owner = functools.reduce(lambda value, part: getattr(value, part, None), classes, module)  # type: ignore[arg-type,return-value]
         if owner is not None and hasattr(owner, last):
             setattr(owner, last, recorded(f"{module.__name__}.{name}", getattr(owner, last)))
-
-
-def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, whose calls are reported to the marker while there is one."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        marker = state.marker
-        return function(*args, **kwargs) if marker is None else marker(name, function, args, kwargs)
-
-    return call
 
 
 def _wrap_backward(module: ModuleType) -> None:

@@ -23,7 +23,7 @@ from torch._C import _len_torch_function_stack
 from torch._C._profiler import _RecordFunctionFast
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, resolve_name
 
-from . import hook
+from .process_state import recorded, state
 from .rank_file import MARK, About, Call, Frame
 
 _OWN = str(Path(__file__).parent)  # as the names of its files are in frames
@@ -84,22 +84,22 @@ class Marks:
 
     def switch_on(self) -> None:
         """Marks calls from now on, on this thread and on those of autograd's engine that work for it."""
-        hook.state.marker = self.marked
+        state.marker = self.marked
         if self.reduced:
             for name in _READS:
                 self._replaced += [name] if name not in vars(Tensor) else []
-                setattr(Tensor, name, hook.recorded(f"torch.Tensor.{name}", getattr(Tensor, name)))
+                setattr(Tensor, name, recorded(f"torch.Tensor.{name}", getattr(Tensor, name)))
             return
         # At the bottom of the stack of modes: the script may leave one of its own before this one is switched off.
         others = _popped_modes()
         _push_mode(self._mode)
         for mode in others:
             _push_mode(mode)
-        hook.state.around_backward = self._around_backward
+        state.around_backward = self._around_backward
 
     def switch_off(self) -> None:
         """Removes all marks and changes."""
-        hook.state.marker = hook.state.around_backward = None
+        state.marker = state.around_backward = None
         if self.reduced:
             for name in _READS:
                 original = getattr(Tensor, name).__wrapped__

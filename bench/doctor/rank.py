@@ -25,10 +25,11 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from . import hook, leaving
+from . import leaving
 from .capture import of_pipeline
 from .interpreter_lock import loop_path, runtime_address
 from .marks import Marks, walk
+from .process_state import MARK, OPTIMIZER, PROGRESS, state
 from .rank_file import (
     MARKED,
     MARKED_ITERATION,
@@ -52,7 +53,7 @@ ITERATION = "iteration"
 """The range around a traced iteration, for trace.py."""
 _PATIENCE_S = 60
 """Seconds that a finished rank waits for the others of its node, which may still be in a collective with it."""
-_RELIABILITY = (hook.OPTIMIZER, hook.PROGRESS, hook.MARK)
+_RELIABILITY = (OPTIMIZER, PROGRESS, MARK)
 
 
 class Examination:
@@ -62,7 +63,7 @@ class Examination:
         self._settings = settings
         self._folder = Path(settings.folder)
         self._thread = threading.get_ident()
-        self._found_by = hook.OPTIMIZER
+        self._found_by = OPTIMIZER
         self._steps = -1
         self._over = False
         self._file: dict[str, Any] = {}
@@ -329,7 +330,7 @@ def _synchronize() -> None:
 
 def _keeps_out() -> list[str]:
     """Returns nothing where a pipeline is another than those whose names are known."""
-    pipeline = None if hook.state.pipeline is None else hook.state.pipeline()
+    pipeline = None if state.pipeline is None else state.pipeline()
     with suppress(Exception):
         return of_pipeline(pipeline)
     return []

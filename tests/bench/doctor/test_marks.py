@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dlrm_bench.bench.doctor import hook
+from dlrm_bench.bench.doctor import process_state
 from dlrm_bench.bench.doctor.marks import Marks
 
 
@@ -96,7 +96,7 @@ def test_backward_is_marked_inside():
     marks.switch_on()
     seen = []
     hook_handle = x.register_hook(lambda gradient: seen.append(gradient.sum().item()))
-    with hook.state.around_backward():
+    with process_state.state.around_backward():
         torch.autograd.graph._engine_run_backward(
             (x * 2,), (torch.ones(2),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -116,8 +116,8 @@ def test_what_marks_within_a_call_take_is_not_its_own(marks, monkeypatch):
         inner()
         torch.ones(1)
 
-    inner = hook.recorded("inner", lambda: torch.ones(1))
-    hook.recorded("new_group", new_group)()
+    inner = process_state.recorded("inner", lambda: torch.ones(1))
+    process_state.recorded("new_group", new_group)()
     all_us = (next(clock) - begin - 2) * 1e6  # the looks from the first mark's to the last one's
     assert names(marks) == ["new_group", "inner", "torch.ones", "torch.ones"]
     assert [call["within"] for call in marks.calls] == [None, 0, 1, 0]
