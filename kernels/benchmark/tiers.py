@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dlrm_bench.kernels.benchmark.timing import Case, sorted_ids_case
-from dlrm_bench.kernels.embedding.placement_state import NUMBERS, Moves, PlacementState
+from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState
 from dlrm_bench.kernels.embedding.plan_moves import plan_moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows, triton_exchange_rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, tl
-from dlrm_bench.kernels.embedding.placement_state import NUMBERS, Moves, PlacementState, walk
+from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState, walk
 
 _BLOCK = 1024
 _BLOCKS_AT_A_TIME = 1024

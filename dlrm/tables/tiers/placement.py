@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_bench.kernels.embedding.placement_state import NUMBERS, Moves, PlacementState
+from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState
 from dlrm_bench.kernels.embedding.plan_moves import plan_moves
 
 _ROWS_AT_A_TIME = 1 << 24  # when places are first made: bounds the memory for that

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.tables.tiers.host_memory import host_zeros
 from dlrm_bench.dlrm.tables.tiers.placement import Placement, PlacementSizes, pieces
-from dlrm_bench.kernels.embedding.placement_state import Moves
+from dlrm_bench.kernels.embedding._placement_state import Moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
 
 _PIECE_ELEMENTS = 1 << 24  # of rows that are copied in the order of the rows

@@ -22,7 +22,17 @@ BENCHMARKS = tuple(
         "tokens",
     )
 )
-NO_KERNELS = {"__init__", "_call", "_cuda", "_dropout", "_silu_attention_hopper", "_triton", "peer_tensors", "stages"}
+NO_KERNELS = {
+    "__init__",
+    "_call",
+    "_cuda",
+    "_dropout",
+    "_placement_state",
+    "_silu_attention_hopper",
+    "_triton",
+    "peer_tensors",
+    "stages",
+}
 PATHS = {
     path.stem: path
     for folder in (".", "input_dist", "embedding", "dense")

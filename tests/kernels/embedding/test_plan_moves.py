@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels.embedding.placement_state import COMPARED, NUMBERS, Moves, PlacementState, walk
+from dlrm_bench.kernels.embedding._placement_state import COMPARED, NUMBERS, Moves, PlacementState, walk
 from dlrm_bench.kernels.embedding.plan_moves import PlanMoves, plain_plan_moves, plan_moves
 from tests.kernels.devices import DEVICE, needs_triton
 
