@@ -3,7 +3,10 @@
 import signal
 from typing import Any
 
+import torch.distributed as dist
+
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.batch_end import BatchEnd
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.pipeline.five_stage.torchrec_models import batches, build, drain
@@ -38,3 +41,28 @@ def test_all_ranks_end_together(run_ranks):
     assert said[(1, 0)] is not None
     assert said[(4, 4)] is None
     assert all(message is None for mode, _, _, message in one if mode == "stop")
+
+
+def forms(ranks: Ranks) -> list[tuple[bool, bool]]:
+    """Whether each batch is trained, and whether ranks have announced one form of it."""
+    end = BatchEnd(dist.group.WORLD, "stop")
+    end.begin()
+    found = []
+    for has_batch, form in (
+        (True, 0),
+        (True, ranks.rank),
+        (True, 2),
+        (True, None if ranks.rank else 2),
+        (True, None),
+        (ranks.rank == 0, 1),
+    ):
+        end.announce(has_batch, form)
+        found.append((end.settle(), end.one_form))
+    return found
+
+
+def test_ranks_tell_each_other_the_form(run_ranks):
+    one, other = run_ranks(2, forms)
+    assert one == other
+    assert [trained for trained, _ in one] == [True] * 5 + [False]
+    assert [one_form for _, one_form in one] == [True, False, True, False, True, True]
