@@ -79,9 +79,19 @@ def test_text_has_short_values_on_a_line_and_loses_none() -> None:
     value = {"a": {"b": [1, 2.5, None], "c": {}}, "long": list(range(200)), "many": [{"x": "ü" * 90}, {"y": "z" * 90}]}
     text = json_text(value)
     assert json.loads(text) == value
-    assert text.splitlines()[1] == ' "a": {"b":[1,2.5,null],"c":{}},'
-    assert text.splitlines()[2].startswith(' "long": [0,1,2,')  # a flat list stays on its line
+    assert text.splitlines()[1] == ' "a":{"b":[1,2.5,null],"c":{}},'
+    assert text.splitlines()[2].startswith(' "long":[0,1,2,')  # a flat list stays on its line
     assert [line.strip() for line in text.splitlines()[4:6]] == [f'{{"x":"{"ü" * 90}"}},', f'{{"y":"{"z" * 90}"}}']
+
+
+def test_text_fills_its_lines_below_the_outermost_object() -> None:
+    value = {"packages": {f"package-{i}": "1.0" for i in range(40)}, "deep": {"x": {"y": ["z" * 140, {}]}, "v": 1}}
+    text = json_text(value)
+    assert json.loads(text) == value
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 160
+    assert sum(len(line) > 130 for line in lines) >= 5  # full but for the last
+    assert lines[-4:] == [f'  "x":{{"y":["{"z" * 140}",{{}}]}},', '  "v":1', " }", "}"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), [float("inf")], {"a": {"b": ["x" * 200, float("nan")]}}])

@@ -93,7 +93,7 @@ def test_samples_a_second_of_an_older_record_are_by_the_clock(written: Path) -> 
 def test_run_json_reads_top_down(written: Path) -> None:
     text = (written / RUN_JSON).read_text()
     assert list(json.loads(text)) == list(RunRecord.__annotations__)
-    assert text.startswith('{\n "schema": 2,\n "id": "20261121T004512Z-cpu-launch-bound",\n')
+    assert text.startswith('{\n "schema":2,\n "id":"20261121T004512Z-cpu-launch-bound",\n')
 
 
 @settings(deadline=None, max_examples=25)
