@@ -44,6 +44,8 @@ launching._PRELOADED += ["pytest", "hypothesis", "tests.conftest"]
 
 
 def pytest_configure() -> None:
+    gc.disable()  # up to the end of collection, which makes a million objects that stay
+
     from hypothesis import HealthCheck, settings  # not in every rank, which imports this file
 
     # Hypothesis' own limits on time say only how busy the machine is.
@@ -67,6 +69,8 @@ def _starts_processes(file: Path) -> bool:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
     if "dlrm_bench.dlrm.dlrmv4.data.builder" in sys.modules:  # the tests to come may build batches in ranks
         launching._PRELOADED.append("tests.dlrm.dlrmv4.compiled_loops")
 
