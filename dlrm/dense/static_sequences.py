@@ -1,7 +1,7 @@
 """Interface of a benchmark for the static pipeline of sequences: tables' rows reach the dense network one by one.
 
-The numbers of rows and tokens vary from batch to batch. Shapes are fixed all the same, by a room for events and one for
-tokens, so that a CUDA graph can hold an iteration; padding fills the rooms.
+The numbers of rows and tokens vary from batch to batch. Shapes are fixed all the same, by rooms for events, for items
+and for tokens, so that a CUDA graph can hold an iteration; padding fills the rooms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,20 @@ class Needs(NamedTuple):
     """The room that a batch needs, on one rank or the largest on any."""
 
     events: int
-    """Distinct events, whose rows are looked up."""
+    """Distinct events."""
+    items: int
+    """Items whose rows are looked up: each event's, or fewer where those of several events are looked up once."""
     rows: int
     """Distinct rows of all tables, or a bound of their number."""
     tokens: int
     """Tokens of all sequences together."""
+
+
+class BatchRoom(NamedTuple):
+    """The fixed shape of a batch, but for its tokens."""
+
+    events: int
+    items: int
 
 
 class FixedBatch(Protocol):
@@ -38,8 +47,8 @@ class Prepared:
     """A batch in host memory, as it travels."""
 
     batch: FixedBatch
-    events: int
-    """The room for events that it is padded to."""
+    room: BatchRoom
+    """The room that it is padded to."""
     needs: Needs
     """This rank's."""
 
@@ -59,8 +68,8 @@ class SequenceBackward:
 class StaticSequences(Protocol):
     """A dense network of sequences, as each rank has it, and its batches."""
 
-    def id_counts(self, events: int) -> tuple[int, ...]:
-        """Returns the room for ids of each table in a batch with room for `events`."""
+    def id_counts(self, room: BatchRoom) -> tuple[int, ...]:
+        """Returns the room for ids of each table in a batch of that room."""
         ...
 
     @property
@@ -70,21 +79,21 @@ class StaticSequences(Protocol):
 
     # Batches
 
-    def prepare(self, batch: Any, events: int) -> Prepared:
-        """Returns one of the data set's batches padded to room for `events`, or for more where it has more; reader
-        threads call it."""
+    def prepare(self, batch: Any, room: BatchRoom) -> Prepared:
+        """Returns one of the data set's batches padded to `room`, or to more where it has more; reader threads call
+        it."""
         ...
 
-    def padded(self, prepared: Prepared, events: int) -> Prepared:
-        """Returns a prepared batch with room for just `events`."""
+    def padded(self, prepared: Prepared, room: BatchRoom) -> Prepared:
+        """Returns a prepared batch with just that room."""
         ...
 
     def warm_up_batch(self) -> Any:
         """Returns a batch as the data set would, whose rows are the first of each table."""
         ...
 
-    def on_device(self, events: int) -> Any:
-        """Returns device memory for a batch with room for `events`, a FixedBatch."""
+    def on_device(self, room: BatchRoom) -> Any:
+        """Returns device memory for a batch of that room, a FixedBatch."""
         ...
 
     def write_ids(self, batch: Any, ids: Tensor) -> None:

@@ -35,6 +35,9 @@ class DenseBatch:
     event: Tensor | None = None
     """Index among E distinct events of each event of the histories, int32 [T]; embeddings and `action` then hold item,
     artist, album and action of the E alone. None where they hold those of all T."""
+    item: Tensor | None = None
+    """Index among I distinct items of each of the E distinct events, int32 [E]; embeddings then hold item, artist and
+    album of the I alone, and each action is one bit. None where they hold those of events."""
     attention_factor: Tensor | None = None
     """fp32 [], what attention is multiplied by, where `longest` is more than the longest sequence has."""
 
@@ -107,12 +110,13 @@ def batch_of(samples: Samples, config: ModelConfig, distinct: bool = False) -> B
 
 def batch_of_packed(packed: Packed, artist: Tensor, album: Tensor, config: ModelConfig) -> Batch:
     """Returns a packed batch, on whatever device its buffer is, as a batch there, without a wait for it: each event of
-    a user that it names once, so that tables are read and tokens made once for it.
+    a user that it names once, so that tables are read and tokens made once for it; or each distinct item, where the
+    packed batch names these.
 
     artist, album: int32 by item, on that device (ItemMaps).
     """
     table, size = packed.samples, packed.layout.samples
-    share, more = divmod(packed.layout.events, size)  # as many for each sample: FBGEMM gives a sequence one warp
+    share, more = divmod(packed.layout.named, size)  # as many for each sample: FBGEMM gives a sequence one warp
     events = events_of(packed)
     item = packed.item.long()
     named = Samples(
@@ -139,6 +143,7 @@ def batch_of_packed(packed: Packed, artist: Tensor, album: Tensor, config: Model
         labels=named.labels,
         longest=packed.longest + OWN_TOKENS,
         event=events.int(),
+        item=packed.place,
     )
 
 

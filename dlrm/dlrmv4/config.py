@@ -38,6 +38,7 @@ LastLayer = Literal["all", "candidates"]
 DropoutSeed = Literal["rank", "same"]
 Deal = Literal["stride", "users"]
 Kernels = Literal["plain", "fused"]
+Content = Literal["events", "items"]
 Network = Literal["own", "reference", "reference-as-shipped"]
 
 
@@ -118,6 +119,10 @@ class ModelConfig:
     """Code that makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
     backward for each of these, with equal gradients run by run; the same results, but for dropout's masks, which come
     of a counter whose seed torch's generator draws for each batch. Widths must be powers of two."""
+    content: Content = "events"
+    """Rows that tables are read for, and the content of tokens made of. events: of each event of a user that a rank's
+    batch has, once, however many samples share it. items: of each distinct item of these events, once, which reader
+    threads find by a sort; a token adds its action afterwards. The same results, but for the order of sums."""
     network: Network = "own"
     """Code that computes the dense network. own: this project's. reference: the modules of MLPerf's reference, their
     Triton kernels tuned on this GPU when they first run. reference-as-shipped: these with the settings that it ships,
@@ -177,6 +182,7 @@ class ModelConfig:
             self.dropout_seed in ("rank", "same"),
             f"--model.dropout-seed is {self.dropout_seed!r}: choose rank or same",
         )
+        require(self.content in ("events", "items"), f"--model.content is {self.content!r}: choose events or items")
         self._check_kernels()
         self._check_network()
 
@@ -189,6 +195,10 @@ class ModelConfig:
             self.reference is not None,
             f"--model.network {self.network} needs --model.reference: name the folder recommendation/ of a checkout of "
             "mlcommons/training",
+        )
+        require(
+            self.content == "events",
+            f"--model.content {self.content}: the reference makes content of every token; choose events",
         )
         require(
             self.last_layer == "all",

@@ -45,9 +45,14 @@ _STATIC_RUNGS = (
     ),
 )
 
+_ITEMS = Rung(
+    "items",
+    (*_STATIC_RUNGS[-1].flags, "--model.content", "items"),
+    "Repeated items: rows and content of each distinct one, not of each event; made data has four events an item.",
+)
 _USERS = Rung(
     "users",
-    (*_STATIC_RUNGS[-1].flags, "--data.deal", "users"),
+    (*_ITEMS.flags, "--data.deal", "users"),
     "Rows of other ranks' users: a rank has the neighbouring samples of few, with equal sums of tokens and squares.",
 )
 
@@ -66,7 +71,7 @@ _REFERENCE = (
 
 LADDERS: dict[str, tuple[Rung, ...]] = {
     "full": _FULL,
-    "static": (*_FULL[:2], *_STATIC_RUNGS, _USERS),
+    "static": (*_FULL[:2], *_STATIC_RUNGS, _ITEMS, _USERS),
     "static-ends": (_STOCK, _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
     "baselines": (*_REFERENCE, *_FULL[:2], _FULL[-1]),
     "dynamic-rows": (

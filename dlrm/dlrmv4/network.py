@@ -14,6 +14,7 @@ from dlrm_bench.dlrm.config import Precision
 from dlrm_bench.dlrm.dlrmv4.batch import DenseBatch
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, CONTEXT_TOKENS, EVENT_TABLES, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.fused_input import fused_input
+from dlrm_bench.dlrm.dlrmv4.item_rows import item_rows, rows_of_events
 from dlrm_bench.dlrm.dlrmv4.layers import MLP_EPS, Mlp, layer_norm, linear, normal_, uniform_
 from dlrm_bench.dlrm.dlrmv4.preprocessor import Preprocessor
 from dlrm_bench.dlrm.dlrmv4.sequences import (
@@ -124,32 +125,44 @@ class DenseNetwork(nn.Module):
     ) -> Tensor:
         """Returns the first layer's input, [N, width]: content, action, position and time of each token, dropped out.
 
-        rows: embeddings of each feature, fp32 [T, columns] of events ([E, columns] of distinct ones), [B, columns] of
-        candidates and context. dropout: what fused kernels drop; plain ones draw from torch's generator.
+        rows: embeddings of each feature, fp32 [T, columns] of events ([E, columns] of distinct ones, [I, columns] of
+        distinct items), [B, columns] of candidates and context. dropout: what fused kernels drop; plain ones draw from
+        torch's generator.
         """
         config = self._config
         item, artist, album = (
             torch.cat([rows[feature].to(self._dtype) for feature in table.features])
             for table in tables(config)[: len(EVENT_TABLES)]
         )
-        events = self.preprocessor.content(item, artist, album)
+        content = self.preprocessor.content(item, artist, album)
         context = self.preprocessor.context([rows[name] for name in CONTEXT_TABLES], self._dtype)
         scale = math.sqrt(config.width)
         if self._fused:
-            events = events + self.preprocessor.distinct_action(batch.action, len(batch.labels), self._dtype)
+            events, event = self._events(content, batch)
+            places = self._places(batch, offsets, event)
             weights = self.position_weight, self.time_weight
-            return fused_input(events, context.contiguous(), *weights, self._places(batch, offsets), scale, dropout)
+            return fused_input(events, context.contiguous(), *weights, places, scale, dropout)
         sequences = sequences_of(offsets, len(batch.timestamp))
-        events = events + self.preprocessor.action(batch.action, len(batch.labels), self._dtype)
+        if batch.item is not None:
+            content = pick(content, batch.item, len(batch.labels))
+        events = content + self.preprocessor.action(batch.action, len(batch.labels), self._dtype)
         if batch.event is not None:
             events = pick(events, batch.event, len(batch.labels))
         tokens = join(context, events, sequences) * scale
         tokens = tokens + self.places(batch, sequences).to(self._dtype)
         return functional.dropout(tokens, config.input_dropout, self.training)
 
-    def _places(self, batch: DenseBatch, offsets: Tensor) -> TokenPlaces:
+    def _events(self, content: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows of events and then candidates, and the row of each event of the histories; None where they
+        are in order."""
+        if batch.item is None:
+            action = self.preprocessor.distinct_action(batch.action, len(batch.labels), self._dtype)
+            return content + action, batch.event
+        actions = self.preprocessor.single_actions(self._dtype)
+        return item_rows(content, actions, len(batch.labels)), rows_of_events(batch)
+
+    def _places(self, batch: DenseBatch, offsets: Tensor, event: Tensor | None) -> TokenPlaces:
         """Returns what `fused_input` takes."""
-        event = batch.event
         if event is None:
             event = torch.arange(len(batch.timestamp), dtype=torch.int32, device=offsets.device)
         longest = self._config.max_length

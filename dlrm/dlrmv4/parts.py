@@ -33,7 +33,9 @@ def data_content(config: TrainingConfig) -> dict[str, FileContent]:
 def batch_bytes(config: TrainingConfig) -> int:
     """Returns the bytes of a rank's batch in which no two samples share an event: a few megabytes in practice, as
     neighbouring samples share nearly all."""
-    return PackedLayout(config.local_batch_size, config.local_batch_size * _model(config).max_history).end
+    model, size = _model(config), config.local_batch_size
+    events = size * model.max_history
+    return PackedLayout(size, events, events if model.content == "items" else None).end
 
 
 def empty_batch(config: TrainingConfig, pin: bool) -> WindowBatch:

@@ -64,6 +64,12 @@ class Preprocessor(nn.Module):
         own = bits.new_full((candidates,), actions)
         return pick_few(every, torch.cat([bits & (actions - 1), own]).long())
 
+    def single_actions(self, dtype: torch.dtype) -> Tensor:
+        """Returns the actions' part of tokens of events with one bit each, in the order of ACTION_BITS, then of
+        candidates, [len(ACTION_BITS) + 1, width]."""
+        number = torch.arange(len(ACTION_BITS), dtype=torch.uint8, device=self.action_embedding.device)
+        return self.action(torch.ones_like(number) << number, 1, dtype)
+
     def context(self, embeddings: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Returns the tokens of context, [B, CONTEXT_TOKENS, width], each with its own weights, from the embeddings of
         each table, [B, columns]."""

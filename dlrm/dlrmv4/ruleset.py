@@ -141,6 +141,7 @@ def _as_mlperfs(model: Any) -> Any:
         recompute_layers=same.recompute_layers,
         dropout_seed=same.dropout_seed,
         kernels=same.kernels,
+        content=same.content,
         network=same.network,
         reference=same.reference,
     )

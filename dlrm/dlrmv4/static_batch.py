@@ -2,7 +2,8 @@
 the device knows its size.
 
 Ids of B samples with room for E distinct events, table by table: of each event's item, artist and album E rows of
-events and B of candidates, of each context table B rows. Padding names row -1.
+events and B of candidates, of each context table B rows. Of a batch that names each distinct item once there are I rows
+of items in place of the E. Padding names row -1.
 """
 
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ class IdShape:
     """B."""
     events: int
     """E."""
+    items: int | None = None
+    """I, where each distinct item is named once."""
 
     @property
     def of_tables(self) -> tuple[int, ...]:
         """Ids of each table."""
-        return (self.events + self.samples,) * len(EVENT_TABLES) + (self.samples,) * len(CONTEXT_TABLES)
+        return (self.layout.named + self.samples,) * len(EVENT_TABLES) + (self.samples,) * len(CONTEXT_TABLES)
 
     @property
     def size(self) -> int:
@@ -50,28 +53,28 @@ class IdShape:
     @property
     def layout(self) -> PackedLayout:
         """The layout of the packed batch."""
-        return PackedLayout(self.samples, self.events)
+        return PackedLayout(self.samples, self.events, self.items)
 
 
-def padded(packed: Packed, events: int, pin: bool) -> Packed:
-    """Returns a copy of a packed batch, on the host, with room for `events`, no fewer than it has; the rest of them has
-    no item."""
-    assert packed.layout.events <= events, "room for all events"
-    out = Packed.empty(
-        PackedLayout(packed.layout.samples, events),
-        tokens=packed.tokens,
-        candidates=packed.candidates,
-        longest=packed.longest,
-        pin=pin,
-    )
+def padded(packed: Packed, layout: PackedLayout, pin: bool) -> Packed:
+    """Returns a copy of a packed batch, on the host, in a layout with room for all that it has beside padding of its
+    own; the rest has no item."""
+    own = packed.layout
+    assert own.samples == layout.samples, "as many samples"
+    assert (own.items is None) == (layout.items is None), "items of the same kind"
+    out = Packed.empty(layout, tokens=packed.tokens, candidates=packed.candidates, longest=packed.longest, pin=pin)
     out.samples.copy_(packed.samples)
-    for whole, part, rest in (
+    parts = [
         (out.item, packed.item, NO_ROW),
         (out.timestamp, packed.timestamp, 0),
         (out.action, packed.action, 0),
-    ):
-        whole[: len(part)].copy_(part)
-        whole[len(part) :].fill_(rest)
+    ]
+    if out.place is not None and packed.place is not None:
+        parts.append((out.place, packed.place, 0))
+    for to, of, rest in parts:
+        both = min(len(to), len(of))
+        to[:both].copy_(of[:both])
+        to[both:].fill_(rest)
     return out
 
 
@@ -95,7 +98,7 @@ def write_ids(packed: Packed, artist: Tensor, album: Tensor, ids: Tensor) -> Non
 def rows_of(rows: Tensor, shape: IdShape, config: ModelConfig) -> dict[str, Tensor]:
     """Returns the rows of each feature, views of those of all ids, [K, columns]."""
     parts = iter(
-        rows.split([size for _ in EVENT_TABLES for size in (shape.events, shape.samples)] + _of_context(shape))
+        rows.split([size for _ in EVENT_TABLES for size in (shape.layout.named, shape.samples)] + _of_context(shape))
     )
     return {feature: next(parts) for table in tables(config) for feature in table.features}
 
@@ -124,5 +127,6 @@ def dense_batch(packed: Packed, tokens: int, config: ModelConfig) -> DenseBatch:
         labels=table[LABEL].float(),
         longest=config.max_length,
         event=event,
+        item=packed.place,
         attention_factor=factor,
     )

@@ -12,11 +12,11 @@ from torch.profiler import record_function
 from dlrm_bench.dlrm.data.batch import ALIGNMENT
 from dlrm_bench.dlrm.dense.adam_bucket import AdamBucket
 from dlrm_bench.dlrm.dense.static_dense import DenseContext
-from dlrm_bench.dlrm.dense.static_sequences import Needs, Prepared, SequenceBackward
+from dlrm_bench.dlrm.dense.static_sequences import BatchRoom, Needs, Prepared, SequenceBackward
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, Dlrmv4Training, tables
 from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
-from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, LABEL, Packed, PackedLayout
+from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, LABEL, Packed, by_items
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
 from dlrm_bench.dlrm.dlrmv4.static_batch import IdShape, dense_batch, on_device, padded, rows_of, write_ids
@@ -49,43 +49,41 @@ class Dlrmv4Stage:
         self._losses = torch.zeros(LOSSES_KEPT, device=ranks.device)
         self._launched = torch.zeros(1, dtype=torch.int64, device=ranks.device)
 
-    def id_counts(self, events: int) -> tuple[int, ...]:
+    def id_counts(self, room: BatchRoom) -> tuple[int, ...]:
         """See StaticSequences."""
-        return self._shape(events).of_tables
+        return self._shape(room).of_tables
 
-    def _shape(self, events: int) -> IdShape:
-        return IdShape(self._samples, events)
+    def _shape(self, room: BatchRoom) -> IdShape:
+        return IdShape(self._samples, room.events, room.items if self._model.content == "items" else None)
 
     # Batches
 
-    def prepare(self, batch: WindowBatch, events: int) -> Prepared:
+    def prepare(self, batch: WindowBatch, room: BatchRoom) -> Prepared:
         """See StaticSequences."""
         packed = batch.packed
         assert packed.layout.samples == self._samples, "batches of the local batch size"
-        needs = Needs(packed.layout.events, _distinct_rows(packed), packed.tokens + OWN_TOKENS * self._samples)
-        room = max(events, -(-needs.events // ALIGNMENT) * ALIGNMENT)
-        return Prepared(padded(packed, room, self._pin), room, needs)
+        if self._model.content == "items":
+            packed = by_items(packed, pin=False)
+        layout, tokens = packed.layout, packed.tokens + OWN_TOKENS * self._samples
+        needs = Needs(layout.events, layout.named, _distinct_rows(packed), tokens)
+        own = (-(-count // ALIGNMENT) * ALIGNMENT for count in (needs.events, needs.items))
+        room = BatchRoom(*map(max, room, own))
+        return Prepared(padded(packed, self._shape(room).layout, self._pin), room, needs)
 
-    def padded(self, prepared: Prepared, events: int) -> Prepared:
+    def padded(self, prepared: Prepared, room: BatchRoom) -> Prepared:
         """See StaticSequences."""
-        packed = cast(Packed, prepared.batch)
-        own = prepared.needs.events
-        layout = PackedLayout(self._samples, own)
-        cut = Packed.empty(
-            layout, tokens=packed.tokens, candidates=packed.candidates, longest=packed.longest, pin=False
-        )
-        cut.samples.copy_(packed.samples)
-        for part, whole in ((cut.item, packed.item), (cut.timestamp, packed.timestamp), (cut.action, packed.action)):
-            part.copy_(whole[:own])
-        return replace(prepared, batch=padded(cut, events, self._pin), events=events)
+        needs = prepared.needs
+        assert all(need <= of for need, of in zip(needs, room, strict=False)), "room for all events and items"
+        batch = padded(cast(Packed, prepared.batch), self._shape(room).layout, self._pin)
+        return replace(prepared, batch=batch, room=room)
 
     def warm_up_batch(self) -> WindowBatch:
         """See StaticSequences."""
         return empty_histories(self._samples, pin=False)
 
-    def on_device(self, events: int) -> Packed:
+    def on_device(self, room: BatchRoom) -> Packed:
         """See StaticSequences."""
-        return on_device(self._shape(events), self._ranks.device)
+        return on_device(self._shape(room), self._ranks.device)
 
     def write_ids(self, batch: Packed, ids: Tensor) -> None:
         """See StaticSequences."""
@@ -134,7 +132,8 @@ class Dlrmv4Stage:
             self.network.train()
 
     def _rows(self, batch: Packed, rows: Tensor) -> dict[str, Tensor]:
-        return rows_of(rows, self._shape(batch.layout.events), self._model)
+        layout = batch.layout
+        return rows_of(rows, self._shape(BatchRoom(layout.events, layout.named)), self._model)
 
     def loss(self, step: int) -> Tensor:
         """See StaticSequences."""

@@ -17,7 +17,7 @@ from dlrm_bench.dlrm.dlrmv4.config import DataConfig, Dlrmv4Training, ModelConfi
 from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.limits import LISTEN_PLUS, POOLS, Rows
-from dlrm_bench.dlrm.dlrmv4.data.packed import END, LENGTH, Packed, PackedLayout
+from dlrm_bench.dlrm.dlrmv4.data.packed import END, LENGTH, Packed, PackedLayout, by_items
 from dlrm_bench.dlrm.dlrmv4.model import ModelParts, build_model, seed_dropout
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.torchrec_model import TorchRecModel
@@ -40,7 +40,8 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
     artist, album = item_maps(data, model, ranks.device)
 
     def batch(host: WindowBatch) -> PackedBatch:
-        return PackedBatch(packed=host.packed, artist=artist, album=album, model=model)
+        packed = by_items(host.packed, ranks.device.type == "cuda") if model.content == "items" else host.packed
+        return PackedBatch(packed=packed, artist=artist, album=album, model=model)
 
     parts: ModelParts
     if model.network == "own":

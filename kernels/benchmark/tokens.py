@@ -97,14 +97,24 @@ def _places(samples: int, events: int) -> TokenPlaces:
     return TokenPlaces(offsets, event.int(), (6_000_000 - ago).int(), query, CONTEXT, LONGEST)
 
 
+def _named() -> Iterator[tuple[int, TokenPlaces, int, str]]:
+    """Yields samples, places, rows, and the name of these. Events: 50 a sample, and 132 where eight ranks have every
+    eighth sample of made data; those have 29 items a sample, and name 40 of the 87 rows of item and action."""
+    for samples, each in (*((of, 50) for of in _SAMPLES), (_SAMPLES[0], 132)):
+        yield samples, _places(samples, each * samples), (each + 1) * samples, "events"
+    samples = _SAMPLES[0]
+    places, named = _places(samples, 132 * samples), 40 * samples
+    row = places.event.long() * 7919 % named * 87 // 40  # scattered
+    yield samples, places._replace(event=row.int()), 88 * samples, "rows of items"
+
+
 def token_input_cases() -> Iterator[Case]:
     """Bytes: tokens, rows' numbers of each, and rows of events and weights once."""
-    for samples in _SAMPLES:
-        places = _places(samples, 50 * samples)
-        events, context = _tokens(51 * samples), _tokens(CONTEXT * samples).view(samples, CONTEXT, WIDTH)
+    for samples, places, count, named in _named():
+        events, context = _tokens(count), _tokens(CONTEXT * samples).view(samples, CONTEXT, WIDTH)
         position, time = torch.randn(POSITIONS, WIDTH, device="cuda"), torch.randn(TIMES, WIDTH, device="cuda")
         out = _tokens(len(places.event) + (CONTEXT + 1) * samples)
-        shape = f"{len(out)} tokens of {samples} samples, {len(events)} events"
+        shape = f"{len(out)} tokens of {samples} samples, {len(events)} {named}"
         read = events.nbytes + context.nbytes + 4 * WIDTH * LONGEST + 8 * len(places.event)
         rows, dropout = no_rows(len(out), events, time), _dropout(0.2)
         given = events, context, position, time, places, WIDTH**0.5, dropout, out, rows
@@ -114,25 +124,28 @@ def token_input_cases() -> Iterator[Case]:
         yield Case("token_input_backward", shape, 2 * out.nbytes + position.nbytes, backward)
 
 
-def sorted_sums_cases() -> Iterator[Case]:
-    """Sums over events and over buckets of time, whose keys one sort orders before."""
+def _keys() -> Iterator[tuple[Tensor, int, str]]:
+    """Yields the number of each token, how many numbers there are, and their name."""
+    for _, places, count, named in _named():
+        yield places.event, count, named
     for samples in _SAMPLES:
         places = _places(samples, 50 * samples)
-        rows = _tokens(len(places.event))
-        bucket = ((places.query[0] - places.timestamp).float() / 60).sqrt().int()
-        for name, numbers, count in (("events", places.event, 51 * samples), ("times", bucket, TIMES)):
-            keys = sort_keys(numbers, count)
-            out = torch.empty(count, WIDTH, device="cuda")
-            shape = f"{len(rows)} tokens to {count} {name}"
-            run = partial(sorted_sums, rows, keys, 1.0, out)
-            yield Case("sorted_sums", shape, rows.nbytes + 12 * len(rows) + out.nbytes, run)
+        yield ((places.query[0] - places.timestamp).float() / 60).sqrt().int(), TIMES, "times"
 
-            def with_sort(rows: Tensor = rows, numbers: Tensor = numbers, out: Tensor = out) -> SortedKeys:
-                keys = sort_keys(numbers, len(out))
-                sorted_sums(rows, keys, 1.0, out)
-                return keys
 
-            yield Case("sorted_sums", f"{shape}, with the sort", rows.nbytes + 12 * len(rows) + out.nbytes, with_sort)
+def sorted_sums_cases() -> Iterator[Case]:
+    """Sums over events, rows of items and buckets of time, whose keys one sort orders before."""
+    for numbers, count, name in _keys():
+        rows, out = _tokens(len(numbers)), torch.empty(count, WIDTH, device="cuda")
+        shape, size = f"{len(rows)} tokens to {count} {name}", rows.nbytes + 12 * len(rows) + out.nbytes
+        yield Case("sorted_sums", shape, size, partial(sorted_sums, rows, sort_keys(numbers, count), 1.0, out))
+
+        def with_sort(rows: Tensor = rows, numbers: Tensor = numbers, out: Tensor = out) -> SortedKeys:
+            keys = sort_keys(numbers, len(out))
+            sorted_sums(rows, keys, 1.0, out)
+            return keys
+
+        yield Case("sorted_sums", f"{shape}, with the sort", size, with_sort)
 
 
 def zero_tail_cases() -> Iterator[Case]:

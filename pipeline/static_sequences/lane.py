@@ -119,6 +119,7 @@ class Lane:
             "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
             "padding_of_tokens": round(1 - self.tokens / total, 4) if total else 0.0,
             "room_for_events": self.room.events,
+            "room_for_items": self.room.items,
             "room_for_rows": self.room.rows,
             "larger_rooms": self.grown,
             "batches_over_capacity": self.overflows,
@@ -147,8 +148,8 @@ class Lane:
 
     def _name(self, batch: Prepared | None) -> None:
         """Names the batch of the next input dist; None leaves the last one, which is distributed again."""
-        if batch is not None and batch.events != self.room.events:
-            batch = self._dense.padded(batch, self.room.events)
+        if batch is not None and batch.room != self.room.batch:
+            batch = self._dense.padded(batch, self.room.batch)
         self._fetcher.name(None if batch is None else batch.batch)
 
     def _bring(self, batch: Prepared, needs: Needs) -> None:

@@ -47,7 +47,7 @@ class StaticSequencesPipeline:
         """The learning rate of all weights on the device, fp32 [1]."""
         self._learning_rate = config.optimizer.learning_rate
         self.dense = parts.static_sequences(config, ranks)
-        room = IdRoom(0, 0).grown(Needs(*(config.local_batch_size,) * 3))
+        room = IdRoom(0, 0, 0).grown(Needs(*(config.local_batch_size,) * 4))
         self.tables = self._new_tables(room)
         self._streams = IterationStreams(ranks.device, options.overlap)
         self._guard = LossGuard(ranks, None, self.dense.tallies)
@@ -73,7 +73,7 @@ class StaticSequencesPipeline:
         return SequenceTables(tables, capacity, self._ranks, optimizer, self._rate, config.seed, dynamic=dynamic)
 
     def _capacity(self, room: IdRoom) -> IdCapacity:
-        return IdCapacity(self.dense.id_counts(room.events), room.rows)
+        return IdCapacity(self.dense.id_counts(room.batch), room.rows)
 
     def _new_lane(self, name: str, work: Any, room: IdRoom, trains: bool) -> Lane:
         graphs = None
@@ -86,7 +86,7 @@ class StaticSequencesPipeline:
         capacity, device = self._capacity(room), self._ranks.device
         tables = self.tables.sized(capacity)
         unused = torch.full((capacity.count,), -1, dtype=torch.int32, device=device)
-        slots = [Slot(self.dense.on_device(room.events), unused.clone(), tables.empty_ids(trains)) for _ in range(2)]
+        slots = [Slot(self.dense.on_device(room.batch), unused.clone(), tables.empty_ids(trains)) for _ in range(2)]
         rows = torch.zeros(capacity.count, self._config.model.tables.columns, device=device)
         return Space(tables, (slots[0], slots[1]), rows, torch.zeros_like(rows) if trains else None)
 
@@ -109,7 +109,7 @@ class StaticSequencesPipeline:
 
     def prepare(self, batch: Any) -> Prepared:
         """Returns the batch padded in pinned memory, one buffer to copy."""
-        return self.dense.prepare(batch, self._runs.room.events)
+        return self.dense.prepare(batch, self._runs.room.batch)
 
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:
         """Runs one iteration; reads two batches ahead of the one it trains on. ValueError for batches after the

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dlrm_bench.dlrm.dense.static_sequences import Needs
+from dlrm_bench.dlrm.dense.static_sequences import BatchRoom, Needs
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _TOKENS_STEP = 1.05
 """Ratio of one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
 _TOKENS_MULTIPLE = 64
 _IDS_SLACK = 1.5
-"""Room for events and rows over the need of the batch that made it too small. Padding of events costs the embedding
-stages alone, and another size captures every graph anew."""
+"""Room for events, items and rows over the need of the batch that made it too small. Padding of them costs the
+embedding stages and what is computed of each item, and another size captures every graph anew."""
 _IDS_MULTIPLE = 1024
 
 
@@ -41,16 +41,24 @@ class IdRoom:
 
     events: int
     """Distinct events."""
+    items: int
+    """Items whose rows are looked up."""
     rows: int
     """Distinct rows, which ranks exchange."""
 
+    @property
+    def batch(self) -> BatchRoom:
+        """The room of a batch itself."""
+        return BatchRoom(self.events, self.items)
+
     def takes(self, needs: Needs) -> bool:
         """Whether a batch fits."""
-        return needs.events <= self.events and needs.rows <= self.rows
+        return needs.events <= self.events and needs.items <= self.items and needs.rows <= self.rows
 
     def grown(self, needs: Needs) -> "IdRoom":
         """Returns the room that a batch makes which does not fit."""
-        return IdRoom(_larger(self.events, needs.events), _larger(self.rows, needs.rows))
+        pairs = (self.events, needs.events), (self.items, needs.items), (self.rows, needs.rows)
+        return IdRoom(*(_larger(room, need) for room, need in pairs))
 
 
 def _larger(room: int, need: int) -> int:

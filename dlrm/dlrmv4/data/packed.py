@@ -6,6 +6,9 @@ and not before the first one of their own pool, `first`: so three pools and one 
 sample. The reference sends each history whole, as eight-byte numbers: 216 MB for 1,024 samples. Here, of made users
 dealt among eight ranks, these are 1.8 MB in windows 60 to 75 (2.2 at most), 3.5 in windows 280 to 298 (4.1), and 6.6
 (6.9) in the last window, an hour in which users have few anchors each; a rank alone sends 0.4 MB.
+
+A batch may name each distinct item once (`by_items`), for its events, of one user and of many, repeat items: then an
+event has the place of its item among these.
 """
 
 from dataclasses import dataclass
@@ -31,16 +34,23 @@ class PackedLayout:
     """B."""
     events: int
     """Distinct events, E."""
+    items: int | None = None
+    """Distinct items, I, where each is named once; None where each event names its own."""
+
+    @property
+    def named(self) -> int:
+        """Items that are named: I or E."""
+        return self.events if self.items is None else self.items
 
     @property
     def item_start(self) -> int:
-        """Byte position of the events' items; the table of samples comes before."""
+        """Byte position of the items; the table of samples comes before."""
         return _aligned(self.samples * SAMPLE_ROWS * 4)
 
     @property
     def timestamp_start(self) -> int:
         """Byte position of the events' times."""
-        return _aligned(self.item_start + 4 * self.events)
+        return _aligned(self.item_start + 4 * self.named)
 
     @property
     def action_start(self) -> int:
@@ -48,9 +58,14 @@ class PackedLayout:
         return _aligned(self.timestamp_start + 4 * self.events)
 
     @property
+    def place_start(self) -> int:
+        """Byte position of the events' places among distinct items, where each of these is named once."""
+        return _aligned(self.action_start + self.events)
+
+    @property
     def end(self) -> int:
         """Size in bytes."""
-        return self.action_start + self.events
+        return self.action_start + self.events if self.items is None else self.place_start + 4 * self.events
 
 
 @dataclass(eq=False, slots=True)
@@ -86,9 +101,9 @@ class Packed:
 
     @property
     def item(self) -> Tensor:
-        """int32 [E]."""
+        """int32 [E] of the events, or [I] of distinct ones."""
         start = self.layout.item_start
-        return self.storage[start : start + 4 * self.layout.events].view(torch.int32)
+        return self.storage[start : start + 4 * self.layout.named].view(torch.int32)
 
     @property
     def timestamp(self) -> Tensor:
@@ -99,7 +114,34 @@ class Packed:
     @property
     def action(self) -> Tensor:
         """uint8 [E], one of the bits 1, 2, 4."""
-        return self.storage[self.layout.action_start : self.layout.end]
+        start = self.layout.action_start
+        return self.storage[start : start + self.layout.events]
+
+    @property
+    def place(self) -> Tensor | None:
+        """int32 [E], which of the distinct items each event has; None where `item` is of the events."""
+        if self.layout.items is None:
+            return None
+        return self.storage[self.layout.place_start : self.layout.end].view(torch.int32)
+
+
+def by_items(packed: Packed, pin: bool) -> Packed:
+    """Returns a copy of a batch on the host that names each distinct item of its events once, in ascending order.
+
+    Sorts E numbers. pin: page-locked."""
+    item, place = packed.item.unique(return_inverse=True)
+    layout = PackedLayout(packed.layout.samples, packed.layout.events, len(item))
+    out = Packed.empty(layout, tokens=packed.tokens, candidates=packed.candidates, longest=packed.longest, pin=pin)
+    assert out.place is not None, "of distinct items"
+    for part, of in (
+        (out.samples, packed.samples),
+        (out.item, item),
+        (out.timestamp, packed.timestamp),
+        (out.action, packed.action),
+        (out.place, place),
+    ):
+        part.copy_(of)
+    return out
 
 
 def events_of(packed: Packed) -> Tensor:
@@ -125,6 +167,7 @@ def events_of(packed: Packed) -> Tensor:
 def expand(packed: Packed, artist: Tensor, album: Tensor) -> Samples:
     """The samples, on the device of the buffer, without a wait for it. artist, album: int32 by item, on that device
     (ItemMaps)."""
+    assert packed.layout.items is None, "a batch whose events name their items"
     table, kept = packed.samples, events_of(packed)
     item = packed.item[kept]
     return Samples(

@@ -56,6 +56,7 @@ def test_the_defaults_are_the_benchmarks() -> None:
         ("input_dropout", 1.0, r"--model\.input-dropout is 1.0"),
         ("layer_dropout", -0.1, r"--model\.layer-dropout is -0.1"),
         ("loss_weight", 0.0, r"--model\.loss-weight"),
+        ("content", "tokens", r"--model\.content is 'tokens': choose events or items"),
         ("last_layer", "none", r"--model\.last-layer is 'none': choose all or candidates"),
         ("dropout_seed", "none", r"--model\.dropout-seed is 'none': choose rank or same"),
         ("attention_scale", "mean", r"--model\.attention-scale is 'mean': choose longest or maximum"),

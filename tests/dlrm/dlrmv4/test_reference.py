@@ -35,6 +35,10 @@ CPU = torch.device("cpu")
         ({"network": "theirs"}, "--model.network is 'theirs': choose one of own, reference"),
         ({"network": "reference"}, "--model.network reference needs --model.reference"),
         (
+            {"network": "reference", "reference": Path("x"), "content": "items"},
+            "--model.content items: the reference makes content of every token",
+        ),
+        (
             {"network": "reference-as-shipped", "reference": Path("x"), "last_layer": "candidates"},
             "--model.last-layer candidates: the reference computes all tokens",
         ),

@@ -209,7 +209,7 @@ def test_a_run_by_the_rules_is_closed() -> None:
     assert division_of(CLOSED, Samples(), BATCH) == ("closed", [])  # type: ignore[arg-type]
     dynamic = replace(CLOSED, pipeline=StaticOptions(dynamic_rows=9))
     assert division_of(dynamic, Samples(), BATCH)[0] == "closed"  # type: ignore[arg-type]
-    same = replace(CLOSED.model, last_layer="candidates", recompute_layers=True, dropout_seed="same")  # type: ignore[type-var]
+    same = replace(CLOSED.model, last_layer="candidates", recompute_layers=True, dropout_seed="same", content="items")  # type: ignore[type-var]
     assert division_of(replace(CLOSED, model=same), Samples(), BATCH)[0] == "closed"  # type: ignore[arg-type]
     assert counted_samples(CLOSED, Samples()) == TRAIN_SAMPLES  # type: ignore[arg-type]
     assert counted_samples(preset("smoke"), Samples()) is None  # type: ignore[arg-type]

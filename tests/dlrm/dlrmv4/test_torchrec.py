@@ -16,9 +16,9 @@ from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.batch import batch_of, batch_of_packed
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
-from dlrm_bench.dlrm.dlrmv4.config import OptimizerConfig
+from dlrm_bench.dlrm.dlrmv4.config import Kernels, OptimizerConfig
 from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
-from dlrm_bench.dlrm.dlrmv4.data.packed import expand
+from dlrm_bench.dlrm.dlrmv4.data.packed import by_items, expand
 from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
 from dlrm_bench.dlrm.dlrmv4.model import build_model, fill_tables
 from dlrm_bench.dlrm.dlrmv4.parts import open_data
@@ -37,9 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_packed_batch_is_the_batch_of_its_samples(folder: Path) -> None:
-    """Logits and gradients of the dense weights, but for the order of sums."""
-    config = replace(SMOKE, data=replace(SMOKE.data, path=folder))
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+def test_a_packed_batch_is_the_batch_of_its_samples(folder: Path, kernels: Kernels) -> None:
+    """Logits and gradients of the dense weights, but for the order of sums; also where distinct items are named."""
+    config = replace(SMOKE, data=replace(SMOKE.data, path=folder), model=replace(SMOKE.model, kernels=kernels))
     dataset = open_data(config)
     packed = dataset.train_batches(1, 2, 32)[40].packed
     artist, album = (torch.from_numpy(of) for of in (dataset.maps.artist, dataset.maps.album))
@@ -49,6 +50,7 @@ def test_a_packed_batch_is_the_batch_of_its_samples(folder: Path) -> None:
     found = []
     for batch in (
         batch_of_packed(packed, artist, album, config.model),
+        batch_of_packed(by_items(packed, pin=False), artist, album, config.model),
         batch_of(expand(packed, artist, album), config.model),
     ):
         model.zero_grad()
@@ -57,9 +59,10 @@ def test_a_packed_batch_is_the_batch_of_its_samples(folder: Path) -> None:
         gradients = torch.cat([weight.grad.flatten() for weight in model.model.dense.parameters()])
         found.append((logits, labels, gradients))
     assert len(found[0][0]) == 32
-    assert torch.equal(found[0][1], found[1][1])
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-7)
+    for ours in found[:2]:
+        assert torch.equal(ours[1], found[2][1])
+        torch.testing.assert_close(ours[0], found[2][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours[2], found[2][2], rtol=1e-4, atol=1e-7)
 
 
 def test_the_batch_of_zeros_can_be_evaluated(folder: Path) -> None:

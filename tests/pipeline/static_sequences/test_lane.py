@@ -32,7 +32,7 @@ def made() -> tuple[Lane, Recorded]:
     nothing: Any = None
     of_work: Any = lambda *_: None  # noqa: E731
     space: Any = lambda room: object()  # noqa: E731
-    made = Lane(of_work, space, IdRoom(8, 8), nothing, nothing, nothing, nothing, nothing, graphs)
+    made = Lane(of_work, space, IdRoom(8, 8, 8), nothing, nothing, nothing, nothing, nothing, graphs)
     return made, graphs
 
 
@@ -76,8 +76,8 @@ def test_a_larger_space_forgets_all() -> None:
     lane_, graphs = made()
     for _ in range(EAGER + 1):
         lane_._execute(0, 1024)
-    lane_._grow(IdRoom(16, 16))
+    lane_._grow(IdRoom(16, 16, 16))
     assert graphs.works == []
     lane_._execute(0, 512)
     assert rooms_of(graphs) == [(0, 512), (1, 512)]
-    assert lane_.room == IdRoom(16, 16)
+    assert lane_.room == IdRoom(16, 16, 16)

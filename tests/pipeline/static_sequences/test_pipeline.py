@@ -134,9 +134,12 @@ def train_all(ranks: Ranks, folder: Path) -> dict[str, Trained]:
         capture_on_cpu()
     options = {"cuda_graph": "iteration", "overlap": True, "check_ids": True}
     results["static"] = train(ranks, small(folder, "static", **options))
+    by_items = {"kernels": "fused", "content": "items"}
+    stock = small(folder, "torchrec")
+    results["stock by items"] = train(ranks, replace(stock, model=replace(stock.model, **by_items)))
     without_room()
     config = small(folder, "static")
-    results["without room"] = train(ranks, replace(config, model=replace(config.model, kernels="fused")))
+    results["without room"] = train(ranks, replace(config, model=replace(config.model, **by_items)))
     return results
 
 
@@ -146,10 +149,13 @@ def test_trains_what_stock_trains(
 ) -> None:
     for rank in run_ranks(world_size, train_all, folder, gpu=gpu):
         assert_equal(rank["static"], rank["stock"], gpu)
+        assert_equal(rank["stock by items"], rank["stock"], gpu)
         assert_equal(rank["without room"], rank["stock"], gpu)
         roomy, tight = (rank[name].described["rooms"] for name in ("static", "without room"))
         assert roomy["iteration"]["larger_rooms"] == roomy["iteration"]["batches_over_capacity"] == 0
         assert tight["iteration"]["larger_rooms"] >= 3
+        assert tight["iteration"]["room_for_items"] < tight["iteration"]["room_for_events"]
+        assert roomy["iteration"]["room_for_items"] == roomy["iteration"]["room_for_events"]
         assert (tight["iteration"]["batches_over_capacity"] > 10) == (world_size > 1)
         assert sum(roomy["iteration"]["batches_by_room_for_tokens"].values()) == 2 * STEPS
         captures = rank["static"].described["cuda_graphs"]["iteration"]["captures"]

@@ -28,17 +28,19 @@ def test_rooms_down_are_all_between(tokens: int) -> None:
 
 
 def test_room_for_ids_grows_where_a_batch_has_none() -> None:
-    room = IdRoom(1024, 2048)
-    assert room.takes(Needs(1024, 2048, 10**9))
-    assert not room.takes(Needs(1025, 1, 1))
-    assert not room.takes(Needs(1, 2049, 1))
-    assert room.grown(Needs(1, 3000, 1)) == IdRoom(1024, 5120)
-    assert room.grown(Needs(10_000, 1, 1)) == IdRoom(15_360, 2048)
+    room = IdRoom(1024, 1024, 2048)
+    assert room.takes(Needs(1024, 1024, 2048, 10**9))
+    assert not room.takes(Needs(1025, 1, 1, 1))
+    assert not room.takes(Needs(1, 1025, 1, 1))
+    assert not room.takes(Needs(1, 1, 2049, 1))
+    assert room.grown(Needs(1, 1, 3000, 1)) == IdRoom(1024, 1024, 5120)
+    assert room.grown(Needs(10_000, 1, 1, 1)) == IdRoom(15_360, 1024, 2048)
+    assert room.grown(Needs(1, 2000, 1, 1)) == IdRoom(1024, 3072, 2048)
 
 
 def agree(ranks: Ranks) -> list[Needs]:
     agreement = Agreement(ranks)
-    own = [Needs(10 * ranks.rank + n, 100 - ranks.rank, 7) for n in range(3)]
+    own = [Needs(10 * ranks.rank + n, 3, 100 - ranks.rank, 7) for n in range(3)]
     asked = [agreement.ask(needs) for needs in own]  # on their way together
     return [of.needs() for of in asked]
 
@@ -46,5 +48,5 @@ def agree(ranks: Ranks) -> list[Needs]:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_agree_on_the_most(run_ranks: Callable[..., list[Any]], world_size: int) -> None:
     last = world_size - 1
-    expected = [Needs(10 * last + n, 100, 7) for n in range(3)]
+    expected = [Needs(10 * last + n, 3, 100, 7) for n in range(3)]
     assert run_ranks(world_size, agree) == [expected] * world_size

@@ -15,6 +15,7 @@ from dlrm_bench.dlrm.dlrmv4.data.packed import (
     QUERY,
     Packed,
     PackedLayout,
+    by_items,
     expand,
 )
 
@@ -59,6 +60,19 @@ def test_a_pool_in_between_is_left_out():
     zero = torch.zeros(7, dtype=torch.int32)
     samples = expand(packed, zero, zero)
     assert samples.item.tolist() == [1, 3, 4, 4, 5, 6]
+
+
+def test_distinct_items_are_named_once():
+    packed = by_hand()
+    packed.item.numpy()[:] = [5, 2, 5, 4, 2, 5]
+    found = by_items(packed, pin=False)
+    assert found.item.tolist() == [2, 4, 5]
+    assert found.place is not None
+    assert found.item[found.place].tolist() == packed.item.tolist()
+    for name in ("samples", "timestamp", "action"):
+        assert torch.equal(getattr(found, name), getattr(packed, name)), name
+    assert (found.tokens, found.candidates, found.longest) == (packed.tokens, packed.candidates, packed.longest)
+    assert packed.place is None
 
 
 def test_expanding_needs_no_compiler():
