@@ -31,7 +31,7 @@ from dlrm_bench.pipeline.five_stage.table_steps import COUNTING, TableSteps
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.cpu_graphs import Checked, iteration_graph_on_cpu
-from tests.pipeline.five_stage import any_models
+from tests.pipeline.five_stage import any_models, test_iteration_forms
 from tests.pipeline.five_stage.adam_on_cpu import adam, adam_on_cpu
 from tests.pipeline.five_stage.test_iteration_graph import BITS, EAGER, ON_GPU, TIMEOUT, WHOLE, assert_equal, every_step
 from tests.pipeline.five_stage.test_iteration_habits import SHARDERS, Several, sgd
@@ -243,28 +243,33 @@ def test_saved_under_the_graph_and_loaded_by_stock_and_the_reverse(
     run_ranks(2, goes_on, graph_first)
 
 
-def several(ranks: Ranks, rtol: float) -> dict[str, Any]:
-    """Weighted bags and sequences, in several modules."""
+def several(ranks: Ranks, rtol: float) -> list[dict[str, Any]]:
+    """Weighted bags and sequences, in several modules; of one number of ids, and of three with graphs for all pairs."""
     prepare(ranks)
-    data = any_models.batches(ranks, STEPS, full=True)
-    results, described = [], {}
-    for options in (WHOLE, None):
-        sharders = SHARDERS if options is not None else None
-        built = any_models.build(ranks, Several, any_models.PLANS["TW"], sgd, sharders, Adam)
-        trained, of_run = train(ranks, [data], built, options)
-        results.append(trained)
-        described |= of_run
-    assert_equal(*results, rtol)
-    return described
+    cases = (
+        (SHARDERS, any_models.batches(ranks, STEPS, full=True)),
+        (test_iteration_forms.SHARDERS, test_iteration_forms.data_of(ranks, test_iteration_forms.CHANGING)),
+    )
+    found = []
+    for sharders, data in cases:
+        model = any_models.build(ranks, Several, any_models.PLANS["TW"], sgd, sharders, Adam)
+        trained, described = train(ranks, [data], model, WHOLE)
+        expected, _ = train(
+            ranks, [data], any_models.build(ranks, Several, any_models.PLANS["TW"], sgd, tables=Adam), None
+        )
+        assert_equal(trained, expected, rtol)
+        found.append(described)
+    return found
 
 
 @pytest.mark.parametrize(
     ("world_size", "gpu", "rtol"),
     [(2, False, BITS), *(pytest.param(*place.values, 1e-4, marks=place.marks) for place in GPU_PLACES)],
 )
-def test_several_modules(run_ranks: Callable[..., Any], world_size: int, gpu: bool, rtol: float) -> None:
-    for described in run_ranks(world_size, several, rtol, gpu=gpu):
-        assert described["replays"] == STEPS - EAGER
+def test_several_modules_and_forms(run_ranks: Callable[..., Any], world_size: int, gpu: bool, rtol: float) -> None:
+    for one_form, three in run_ranks(world_size, several, rtol, gpu=gpu):
+        assert one_form["replays"] == STEPS - EAGER
+        assert (three["forms"], three["captures"], three["eager"]) == (3, 9, {})
 
 
 # What is refused
