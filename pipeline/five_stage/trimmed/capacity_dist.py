@@ -6,8 +6,8 @@ is left of the room is spread over the bags as ids of weight zero, of rows sprea
 pooled vectors, and nothing to rows under the optimizers of owned_rows.IGNORE_ZEROS. Others, such as Adam, change a row
 whose gradient is zero; there unused places name the rows that the batch names anyway (`named_only`), to whose gradients
 they add zero. A batch is not distributed whole where it has more ids, or, with `named_only`, none of a feature for some
-owner: of ids spread evenly, of which all ranks together have n, about ranks * exp(-n / ranks) of batches. Then `overflow`
-is 1, on all ranks, as each tells every other one in its message.
+owner: of ids spread evenly, of which all ranks together have n, about ranks * exp(-n / ranks) of batches. Then
+`overflow` is 1, on all ranks, as each tells every other one in its message.
 
 A message is int32: [lengths of features' bags | rows, -1 where unused | weights, if ids have them | told], and what is
 told is the same for all ranks: [overflow | ids of each feature for each of its owners, where `named_only`].
