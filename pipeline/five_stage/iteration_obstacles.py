@@ -10,12 +10,15 @@ from torchrec import KeyedJaggedTensor
 
 from . import reasons
 from .graph_obstacles import calls_for_python
+from .node_parameters import keeps_graphs
 from .sharded_modules import Sharded
+from .table_steps import COUNTING
 from .trimmed.ebc import TrimmedEBC
 from .trimmed.ec_sharder import TrimmedEC
 
-OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-"""FBGEMM's fused optimizers whose update takes no number from the host but the learning rate."""
+OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, *COUNTING)
+"""FBGEMM's fused optimizers whose update takes no number from the host but the learning rate, and those of COUNTING
+the step."""
 
 
 def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
@@ -70,6 +73,8 @@ def _of_kernel(name: str, kernel: Any) -> str | None:
         return reasons.HOST_MEMORY(module=name)
     if kernel.optimizer not in OPTIMIZERS or _counts(kernel):
         return reasons.COUNTS_STEPS(module=name, optimizer=kernel.optimizer.value)
+    if kernel.optimizer in COUNTING and not keeps_graphs():
+        return reasons.STEPS_STAY(module=name, optimizer=kernel.optimizer.value)
     if kernel.stochastic_rounding and kernel.weights_precision != SparseType.FP32:
         return reasons.ROUNDS_AT_RANDOM(module=name)
     return None

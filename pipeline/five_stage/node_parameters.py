@@ -1,8 +1,9 @@
 """Numbers that kernels of a captured graph are given by the host, changed without a new capture.
 
-FBGEMM hands its table updates the learning rate as an argument. A capture with a mark in its place, a number that
-nothing else is, shows which arguments of which kernels it is; CUDA changes these in the instantiated graph, and
-launches that are under way keep theirs. This is the driver's API, of CUDA 12.4 and later, by ctypes.
+FBGEMM hands its table updates the learning rate, and those of Adam their step, as arguments. A capture with a mark in
+its place, a number that nothing else is, shows which arguments of which kernels it is; CUDA changes these in the
+instantiated graph, and launches that are under way keep theirs. This is the driver's API, of CUDA 12.4 and later, by
+ctypes.
 """
 
 import ctypes
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 
 _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
-_FLOAT = 4  # bytes
 _FIRST_MARK = 0x2F1D3C5B  # 1.4e-10, and as an integer 790,445,147: neither a rate nor a size of anything
+_FIRST_INT_MARK = 0x2F1D3C5B_4A6E7D01  # as an integer 3.4e18: neither a step, a size nor an address
+_TYPES: dict[type, Any] = {float: ctypes.c_float, int: ctypes.c_int64}
+_SIZES = {ctypes.sizeof(of) for of in _TYPES.values()}
 
 
 def marks(count: int) -> list[float]:
@@ -24,9 +27,15 @@ def marks(count: int) -> list[float]:
     return [struct.unpack("<f", struct.pack("<I", _FIRST_MARK + i))[0] for i in range(count)]
 
 
+def int_marks(count: int) -> list[int]:
+    """Returns `count` numbers, each an int64, that kernels do not get otherwise, even as other bits."""
+    return [_FIRST_INT_MARK + i for i in range(count)]
+
+
 def keeps_graphs() -> bool:
-    """Returns whether this torch and this driver let a captured graph's nodes be changed."""
-    return hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and _driver() is not None
+    """Returns whether there is a GPU, and this torch and this driver let a captured graph's nodes be changed."""
+    has_graph = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
+    return torch.cuda.is_available() and has_graph and _driver() is not None
 
 
 class _Params(ctypes.Structure):
@@ -45,28 +54,25 @@ class _Params(ctypes.Structure):
 class MarkedArguments:
     """Arguments of one graph's kernels that were marked at its capture."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, of: Sequence[float]) -> None:
-        """graph: captured with keep_graph, and instantiated. of: the marks."""
+    def __init__(self, graph: torch.cuda.CUDAGraph, of: Sequence[float | int]) -> None:
+        """graph: captured with keep_graph, and instantiated. of: the marks, fp32 where they are floats, else int64."""
         self._graph: Any = graph
-        self._values = [ctypes.c_float(mark) for mark in of]
-        self._places: list[tuple[int, c_void_p, _Params]] = []
-        bits = {struct.pack("<f", mark): i for i, mark in enumerate(of)}
+        self._values = [_TYPES[type(mark)](mark) for mark in of]
+        self._nodes: list[tuple[c_void_p, _Params]] = []
+        self.found: set[int] = set()
+        """Indices of the marks that kernels got."""
+        bits = {bytes(value): i for i, value in enumerate(self._values)}
         for node in _kernel_nodes(graph.raw_cuda_graph()):
             params = _Params()
             if _call("cuGraphKernelNodeGetParams_v2", node, byref(params)) == 0 and params.arguments:
                 self._find(node, params, bits)
 
-    @property
-    def found(self) -> set[int]:
-        """Returns the marks that kernels got."""
-        return {index for index, _, _ in self._places}
-
-    def set(self, values: Sequence[float]) -> None:
+    def set(self, values: Sequence[float | int]) -> None:
         """Gives the kernels these values in the place of the marks, from the next launch on."""
         for place, value in zip(self._values, values, strict=True):
             place.value = value
         graph = c_void_p(self._graph.raw_cuda_graph_exec())
-        for _, node, params in self._places:
+        for node, params in self._nodes:
             if (error := _call("cuGraphExecKernelNodeSetParams_v2", graph, node, byref(params))) != 0:
                 raise RuntimeError(f"CUDA error {error} at the change of a captured kernel's argument")
 
@@ -75,7 +81,7 @@ class MarkedArguments:
         indices = {
             i: bits[word]
             for i, size in enumerate(sizes)
-            if size == _FLOAT and (word := ctypes.string_at(params.arguments[i], _FLOAT)) in bits
+            if size in _SIZES and (word := ctypes.string_at(params.arguments[i], size)) in bits
         }
         if not indices:
             return
@@ -85,7 +91,8 @@ class MarkedArguments:
         changed = _Params.from_buffer_copy(params)
         changed.arguments = ctypes.cast(own, POINTER(c_void_p))
         changed.own = own  # kept
-        self._places += [(index, node, changed) for index in set(indices.values())]
+        self._nodes.append((node, changed))
+        self.found |= set(indices.values())
 
 
 def _argument_sizes(params: _Params) -> list[int]:

@@ -47,8 +47,13 @@ HOST_MEMORY = Reason(
     "a table of {module} lies in host memory, behind a cache that the host manages: plan it on the GPU"
 )
 COUNTS_STEPS = Reason(
-    "the fused update of {module}, {optimizer}, counts its steps on the host: choose SGD, Adagrad or row-wise Adagrad "
-    "without weight decay by counters"
+    "the fused update of {module}, {optimizer}, is given numbers by the host that no graph follows: choose SGD, "
+    "Adagrad or row-wise Adagrad without weight decay by counters, Adam or LAMB"
+)
+STEPS_STAY = Reason(
+    "the fused update of {module}, {optimizer}, is given its step by the host, and here a captured graph keeps the one "
+    "that it has: take a torch that has CUDAGraph.raw_cuda_graph_exec and a driver of CUDA 12.4 or later, or SGD, "
+    "Adagrad or row-wise Adagrad"
 )
 ROUNDS_AT_RANDOM = Reason(
     "{module} rounds its weights at random, which no test compares: set stochastic_rounding=False, or fp32"
@@ -102,7 +107,9 @@ OTHER_FORM = Reason(
 MANY_FORMS = Reason("{count} other numbers of ids (batch_ids) had come before its own, the most that have graphs")
 AUTOCAST = Reason("autocast was {now}, and {first} for the first batches")
 OVERFLOW = Reason(
-    "more of its ids named rows of one rank than TrimmedEBCSharder's row_capacity has room for, on some rank"
+    "more of its ids named rows of one rank than TrimmedEBCSharder's row_capacity has room for, on some rank, or no id "
+    "of some feature named a row of one rank, where the fused update (Adam, LAMB, weight decay) changes rows whose "
+    "gradient is zero"
 )
 SCALED = Reason("a gradient scaler leaves the scaling to the optimizer")
 
@@ -122,7 +129,8 @@ SECTIONS = (
         'An error before training; under `cuda_graph="iteration-or-dense"` a graph of the dense part alone.',
         (
             *(NOT_TRIMMED, PROCESSED_ROWS, PROCESSOR_HOOKS, READ_PAST, READS_SIZES, GIVES_IDS),
-            *(VARIABLE_BATCH, UNDECLARED, OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, ROUNDS_AT_RANDOM, RATE_MOVES),
+            *(VARIABLE_BATCH, UNDECLARED, OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, STEPS_STAY, ROUNDS_AT_RANDOM),
+            RATE_MOVES,
         ),
     ),
     Section(

@@ -1,4 +1,7 @@
-"""The learning rates of fused tables in graphs of whole iterations: FBGEMM reads them on the host, at every lookup."""
+"""The learning rates of fused tables in graphs of whole iterations: FBGEMM reads them on the host, at every lookup.
+
+So it does the steps that Adam's update is given: both may be arguments of one kernel, and are changed together.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,24 +9,27 @@ from typing import Any
 import torch
 
 from . import reasons
-from .node_parameters import MarkedArguments, keeps_graphs, marks
+from .node_parameters import MarkedArguments, int_marks, keeps_graphs, marks
+from .table_steps import TableSteps
 
 CAPTURES_IN_A_ROW = 4
 """Iterations one after the other, each with other rates, for which graphs are captured anew where that is needed."""
 
 
 class TableRates:
-    """Follows the rates of FBGEMM's kernels: by changing their arguments in the captured graphs, or, where CUDA or
-    torch lets nobody do that, by a new capture."""
+    """Follows the rates of FBGEMM's kernels, and their steps: by changing their arguments in the captured graphs, or,
+    where CUDA or torch lets nobody do that, the rates by a new capture."""
 
     def __init__(self, kernels: Sequence[Any]) -> None:
         self._kernels = list(kernels)
-        self._marks = marks(len(self._kernels))
-        self._can_mark = bool(self._kernels) and torch.cuda.is_available() and keeps_graphs()
+        self._steps = TableSteps(kernels)
+        self._counted: list[int] = []
+        self._marks, self._step_marks = marks(len(self._kernels)), int_marks(len(self._steps))
+        self._can_mark = bool(self._kernels) and keeps_graphs()
         self._marking = False
         self._rates: list[float] = []
         self._marked: dict[torch.cuda.CUDAGraph, MarkedArguments] = {}
-        self._brought: dict[torch.cuda.CUDAGraph, list[float]] = {}
+        self._brought: dict[torch.cuda.CUDAGraph, list[float | int]] = {}
         self._moved_in_a_row = 0
         self.failure: str | None = None
         """Reason why graphs cannot follow the rates; None while they can."""
@@ -34,27 +40,33 @@ class TableRates:
         return bool(self._marked) or not self._kernels
 
     def begin_capture(self) -> bool:
-        """Remembers the rates, which captured graphs have too; returns whether graphs are to be kept, to be changed
-        later."""
-        self._rates, self._marking = self._now(), self._can_mark
+        """Remembers the rates, which captured graphs have too, and the steps, which a capture counts though it runs
+        nothing; returns whether graphs are to be kept, to be changed later."""
+        self._rates, self._counted, self._marking = self._now(), self._steps.counted, self._can_mark
         return self._marking
 
     def mark(self) -> None:
-        """Puts marks in the place of the rates; called in a capture, before the lookups."""
+        """Puts marks in the place of the rates and steps; called in a capture, before the lookups."""
         if self._marking:
             self._fill(self._marks)
+            self._steps.set([mark - 1 for mark in self._step_marks])
 
     def end_capture(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> bool:
-        """Puts the rates back. graphs: those captured since the begin. Returns False where a mark has come to no
-        kernel: drop all graphs and capture again, then without marks."""
+        """Puts the rates and steps back. graphs: those captured since the begin. Returns False where a mark has come to
+        no kernel: drop all graphs and capture again, then without marks. RuntimeError there if some kernel is given its
+        step, with which no graph can be left as it is."""
         self._fill(self._rates)
+        self._steps.set(self._counted)
         if not (self._marking and graphs):
             return True
         self._marking = False
-        marked = {graph: MarkedArguments(graph, self._marks) for graph in graphs}
-        self._can_mark = all(len(of.found) == len(self._marks) for of in marked.values())
+        of = [*self._marks, *self._step_marks]
+        marked = {graph: MarkedArguments(graph, of) for graph in graphs}
+        self._can_mark = all(len(arguments.found) == len(of) for arguments in marked.values())
         if self._can_mark:
             self._marked |= marked
+        elif len(self._steps):
+            raise RuntimeError("the step or the rate of a fused update has come to none of the captured kernels")
         return self._can_mark
 
     def dropped(self) -> None:
@@ -78,11 +90,15 @@ class TableRates:
         return not moved
 
     def bring(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Brings the rates to a graph, before each of its replays: of many graphs only those that are replayed need
-        them."""
-        if graph in self._marked and self._brought.get(graph) != self._rates:
-            self._marked[graph].set(self._rates)
-            self._brought[graph] = self._rates
+        """Brings the rates and the next steps to a graph, before each of its replays, and counts the steps: of many
+        graphs only those that are replayed need them."""
+        if graph not in self._marked:
+            return
+        steps = [count + 1 for count in self._steps.counted]
+        if self._brought.get(graph) != (now := [*self._rates, *steps]):
+            self._marked[graph].set(now)
+            self._brought[graph] = now
+        self._steps.set(steps)
 
     def _now(self) -> list[float]:
         return [kernel.learning_rate_tensor.item() for kernel in self._kernels]

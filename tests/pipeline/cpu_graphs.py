@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dlrm_bench.pipeline.five_stage.captured
 import dlrm_bench.pipeline.five_stage.dense_graph
 import dlrm_bench.pipeline.five_stage.iteration_graph
+import dlrm_bench.pipeline.five_stage.iteration_obstacles
 import dlrm_bench.pipeline.five_stage.pipeline
+import dlrm_bench.pipeline.five_stage.table_rates
 import dlrm_bench.pipeline.static.graphs
 import dlrm_bench.pipeline.static.pipeline
 import dlrm_bench.pipeline.static_sequences.pipeline
@@ -177,14 +179,55 @@ def _counts_steps() -> bool:
     return frame is not None and "fbgemm_gpu" in frame.f_code.co_filename
 
 
-def iteration_graph_on_cpu() -> list[Checked]:
-    """In this process: whole iterations are captured. Returns the graphs."""
+class Numbered(Checked):
+    """One whose kernels have their own rates and steps, as of the capture or as set since. Its replays leave those of
+    the host as they are, as they run no Python."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__(work)
+        self._rates = work.func.__self__._rates
+        self.numbers: list[Any] = []
+
+    def replay(self) -> None:
+        rates, steps = self._rates, self._rates._steps
+        before, counted = rates._now(), steps.counted
+
+        def put() -> None:
+            rates._fill(self.numbers[: len(before)])
+            steps.set([step - 1 for step in self.numbers[len(before) :]])
+
+        with patch.object(rates, "mark", put):  # where a capture has put marks
+            super().replay()
+        rates._fill(before)
+        steps.set(counted)
+
+
+class Numbers:
+    """Stands for MarkedArguments."""
+
+    def __init__(self, graph: Numbered, of: list[Any]) -> None:
+        self._graph, self.found = graph, set(range(len(of)))
+        self.set(of)
+
+    def set(self, values: list[Any]) -> None:
+        self._graph.numbers = list(values)
+
+
+def iteration_graph_on_cpu(numbered: bool = False) -> list[Checked]:
+    """In this process: whole iterations are captured. Returns the graphs. numbered: they have nodes to be changed."""
     graphs: list[Checked] = []
 
     def record(work: Callable[[], None], **_: Any) -> Checked:
-        graphs.append(Checked(work))
+        graphs.append(Numbered(work) if numbered else Checked(work))
         return graphs[-1]
 
+    if numbered:
+        for module in (
+            dlrm_bench.pipeline.five_stage.iteration_obstacles,
+            dlrm_bench.pipeline.five_stage.table_rates,
+        ):
+            module.keeps_graphs = lambda: True
+        dlrm_bench.pipeline.five_stage.table_rates.MarkedArguments = Numbers  # type: ignore[assignment,misc]
     dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     dlrm_bench.pipeline.five_stage.iteration_graph.record = record  # type: ignore[assignment]
     sys.modules["torch.optim.adam"]._get_capturable_supported_devices = lambda *_, **__: ["cpu"]  # type: ignore[attr-defined]

@@ -3,10 +3,14 @@
 How many ids go where depends on the ids. So each rank sends each owner of rows one message of a fixed size: for each
 feature the lengths of its bags, and room for as many ids as nearly all batches have for that owner (capacity.py). What
 is left of the room is spread over the bags as ids of weight zero, of rows spread over the owner's: they add zero to the
-pooled vectors, and nothing to rows under the optimizers of owned_rows.IGNORE_ZEROS. A batch that has more ids is not
-distributed whole: then `overflow` is 1, on all ranks, as each tells every other one in its message.
+pooled vectors, and nothing to rows under the optimizers of owned_rows.IGNORE_ZEROS. Others, such as Adam, change a row
+whose gradient is zero; there unused places name the rows that the batch names anyway (`named_only`), to whose gradients
+they add zero. A batch is not distributed whole where it has more ids, or, with `named_only`, none of a feature for some
+owner: of ids spread evenly, of which all ranks together have n, about ranks * exp(-n / ranks) of batches. Then
+`overflow` is 1, on all ranks, as each tells every other one in its message.
 
-A message is int32: [lengths of features' bags | rows, -1 where unused | weights, if ids have them | overflow].
+A message is int32: [lengths of features' bags | rows, -1 where unused | weights, if ids have them | told], and what is
+told is the same for all ranks: [overflow | ids of each feature for each of its owners, where `named_only`].
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +26,7 @@ from torchrec.distributed.sharding.twrw_sharding import BaseTwRwEmbeddingShardin
 
 from .batch_size_cache import BatchSizeCache
 from .capacity import OVERFLOWS, capacity
+from .named_rows import NamedRows
 from .static_dist import AllToAll, RankGroup, Sizes, blocks_of, gather, positions
 
 
@@ -40,6 +45,8 @@ class RowGroup:
     batch_order: list[int]
     """The ranks in the order in which the lookup has their batches."""
     offset_type: torch.dtype
+    named_only: bool
+    """Whether unused places may only name rows that the batch names anyway."""
 
     def block(self, feature: int) -> int:
         """Returns the rows of a part, of which the last one may have fewer."""
@@ -64,7 +71,7 @@ def _configs(sharding: Any) -> list[tuple[int, Any]]:
     return [(node * sharding._local_size, of) for node, of_node in nodes for of in of_node]
 
 
-def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype) -> RowGroup:
+def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype, named_only: bool) -> RowGroup:
     """Returns the group of TorchRec's sharding by rows."""
     parts = sharding._local_size if isinstance(sharding, BaseTwRwEmbeddingSharding) else ranks
     tables = [(first, table) for first, of in _configs(sharding) for table in of.embedding_tables]
@@ -77,6 +84,7 @@ def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype) -
         # Of the ranks with one place in their nodes each: those that TorchRec's reduce-scatter within a node sums for.
         batch_order=[node * parts + local for local in range(parts) for node in range(ranks // parts)],
         offset_type=offset_type,
+        named_only=named_only,
     )
 
 
@@ -98,6 +106,7 @@ class _Message:
         rank: int, groups: Sequence[RowGroup], rooms: Sequence[Sequence[int]], stride: int, weighted: bool
     ) -> "_Message":
         """rooms: of each group's features."""
+        told = _told(groups)
         own = [
             (g, f)
             for g, group in enumerate(groups)
@@ -107,7 +116,7 @@ class _Message:
         lengths = dict(zip(own, accumulate((stride for _ in own), initial=0), strict=False))
         *firsts, end = accumulate((rooms[g][f] for g, f in own), initial=stride * len(own))
         weights = end - stride * len(own)
-        return _Message(own, lengths, dict(zip(own, firsts, strict=True)), weights, end + weights * weighted + 1)
+        return _Message(own, lengths, dict(zip(own, firsts, strict=True)), weights, end + weights * weighted + told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +149,8 @@ class _Own:
     stride: int
     length_per_key: list[int]
     offset_per_key: list[int]
-    filler: Tensor
-    """The rows that unused places name, int32 [ids]."""
+    filler: Tensor | NamedRows
+    """The rows that unused places name, int32 [ids], or those that the batch names."""
     offset_type: torch.dtype
 
 
@@ -149,14 +158,14 @@ class _Own:
 class _Layout:
     empty: Tensor
     """Messages without ids, by rank; and a place for what finds none."""
-    overflow_at: Tensor
-    """[ranks]"""
+    told_at: Tensor
+    """Place of what is told each rank, [ranks, told]."""
     send_splits: list[int]
     receive_splits: list[int]
     sources: list[_Source]
     own: list[_Own]
     receive_index: Tensor
-    """Index of each group's lengths, then rows, then weights if there are any; then of the overflows of all ranks."""
+    """Index of each group's lengths, then rows, then weights if there are any; then of what all ranks tell."""
     received: list[int]
     """The sizes of these parts."""
 
@@ -198,7 +207,7 @@ class CapacityDist:
 
     def messages(self, layout: _Layout, features: KeyedJaggedTensor) -> Tensor:
         """Returns those of a batch to all ranks, int32."""
-        wire, overflows = layout.empty.clone(), []
+        wire, overflows, named = layout.empty.clone(), [], []
         for group, source in zip(self.groups, layout.sources, strict=True):
             weights = features.weights_or_none()
             lengths, rows, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
@@ -215,6 +224,8 @@ class CapacityDist:
             starts = ends[::stride]
             unused = source.rooms - starts.diff()
             overflows.append((unused < 0).any())
+            if group.named_only:
+                named.append(starts.diff().to(torch.int32))
             before = unused.clamp(min=0).unsqueeze(1) * source.shares // stride  # unused places before each bag
             wire[source.lengths_at] = (lengths + before.diff(dim=1).view(-1)).to(torch.int32)
             bag = torch.searchsorted(ends, source.places, right=True) - 1
@@ -226,7 +237,8 @@ class CapacityDist:
             if weights is not None:
                 at = at + source.weights_at[region]
                 wire.scatter_(0, torch.where(fits, at, nowhere), weights.view(torch.int32))
-        wire[layout.overflow_at] = torch.stack(overflows).any().to(torch.int32)
+        overflow = torch.stack(overflows).any().to(torch.int32)
+        wire[layout.told_at] = torch.cat([overflow.unsqueeze(0), *named])
         return wire[:-1]
 
     def exchange(self, messages: Tensor, layout: _Layout) -> AllToAll:
@@ -243,15 +255,15 @@ class CapacityDist:
             first = start + stride * len(message.features)
             empty[first : first + message.weights] = -1
         mine = to[rank_group.rank]
-        own, index = [], list[Tensor]()
+        own, index, told = [], list[Tensor](), torch.arange(-_told(self.groups), 0)
         for g in range(len(self.groups)):
             of_group, at = self._own(g, mine, rooms[g], stride, weighted)
             own.append(of_group)
             index += at
-        index.append(torch.tensor([rank * mine.size + mine.size - 1 for rank in ranks]))
+        index.append(torch.cat([(rank + 1) * mine.size + told for rank in ranks]))
         return _Layout(
             empty=empty.to(device),
-            overflow_at=torch.tensor([start - 1 for start in starts[1:]], device=device),
+            told_at=torch.stack([start + told for start in starts[1:]]).to(device),
             send_splits=[message.size for message in to],
             receive_splits=[mine.size for _ in ranks],
             sources=[self._source(g, to, starts, rooms[g], stride, dtype) for g in range(len(self.groups))],
@@ -303,7 +315,9 @@ class CapacityDist:
             stride=len(group.batch_order) * stride,
             length_per_key=length_per_key,
             offset_per_key=list(accumulate(length_per_key, initial=0)),
-            filler=torch.cat(filler).to(rank_group.device, torch.int32),
+            filler=NamedRows.of(length_per_key, rank_group.device)
+            if group.named_only
+            else torch.cat(filler).to(rank_group.device, torch.int32),
             offset_type=group.offset_type,
         )
         weights = [at + mine.weights for at in rows] if weighted else []
@@ -314,7 +328,8 @@ class CapacityInFlight:
     """The input dist of one batch; see static_dist.InFlight."""
 
     overflow: Tensor
-    """1 where some rank had no room for all of its ids, else 0; int32, the same on all ranks; set by `finish`."""
+    """1 where some rank had no room for all of its ids, or none had one of a row that unused places need, else 0;
+    int32, the same on all ranks; set by `finish`."""
 
     def __init__(self, dist: CapacityDist, layout: _Layout, features: KeyedJaggedTensor) -> None:
         self._dist, self._layout = dist, layout
@@ -333,19 +348,22 @@ class CapacityInFlight:
         self.launch()
         if not self._result:
             received = self._all_to_all.wait().index_select(0, self._layout.receive_index)
-            *parts, overflows = received.split(self._layout.received)
+            *parts, told = received.split(self._layout.received)
             each = iter(parts)
             for own in self._layout.own:
                 self._result[own.index] = self._kjt(own, next(each), next(each), next(each) if self._weighted else None)
-            self.overflow = overflows.max()
+            overflow, named = told.view(len(self._layout.told_at), -1).split([1, self._layout.told_at.shape[1] - 1], 1)
+            unnamed = (named.sum(0) == 0).any().to(torch.int32)
+            self.overflow = torch.maximum(overflow.max(), unnamed)
         return self._result
 
     def _kjt(self, own: _Own, lengths: Tensor, rows: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Complete: neither its lookup nor `sync` has to read the device."""
-        used = rows >= 0
+        used, filler = rows >= 0, own.filler
+        values = filler.fill(rows) if isinstance(filler, NamedRows) else torch.where(used, rows, filler)
         return KeyedJaggedTensor(
             keys=own.keys,
-            values=torch.where(used, rows, own.filler).to(self._ids),
+            values=values.to(self._ids),
             weights=used.to(torch.float32) if weights is None else weights.view(torch.float32),
             lengths=lengths,
             offsets=torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.to(own.offset_type)),
@@ -353,6 +371,11 @@ class CapacityInFlight:
             length_per_key=own.length_per_key,
             offset_per_key=own.offset_per_key,
         )
+
+
+def _told(groups: Sequence[RowGroup]) -> int:
+    """Returns how many numbers a rank tells each other one."""
+    return 1 + sum(group.parts * len(group.features) for group in groups if group.named_only)
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from ..groups import own_group
 from .capacity_dist import CapacityDist, CapacityInFlight, RowGroup, row_group, row_tables
 from .dynamic_dist import DynamicDist
 from .output_dist import TrimmedOutputDist
-from .owned_rows import why_not_all
+from .owned_rows import heeds_zeros, why_not_split
 from .packed_ids import IdFormat
 from .static_dist import FirstWait, Group, InFlight, RankGroup, Sizes, StaticDist
 
@@ -113,7 +113,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
     def by_capacity(self) -> Iterator[list[CapacityInFlight]]:
         """Makes input dists of tables split by rows, within the block, read nothing from the device, where
         `row_capacity` is set; yields those that start, whose `overflow` is, after both waits, whether a batch had more
-        ids than room."""
+        ids than room, or none where that matters."""
         if self._row_groups():
             assert not self.reading_features(), "all is declared where lookups are by capacity"
             self._by_capacity = []
@@ -245,8 +245,9 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return static, dynamic, others
 
     def _rows_can_go_to_all(self, group: Group, tables: Sequence[Any]) -> bool:
-        ranks = self._rank_group.world_size
-        return self._can_pad("rows_to_all", group.hash_sizes or (), ranks, tables)
+        """Whether ids of weight zero have rows to name, and leave these as they are."""
+        why_not = why_not_split(group.hash_sizes or (), self._rank_group.world_size)
+        return self._is_on("rows_to_all", why_not or heeds_zeros(table.fused_params for table in tables))
 
     def _row_groups(self) -> list[RowGroup]:
         """Returns the groups of tables split by rows that have a capacity."""
@@ -256,9 +257,10 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             if not tables or any(table.use_virtual_table or table.total_num_buckets for table in tables):
                 continue
             offset_type = get_embedding_table_offset_type(tables[0].fused_params)
-            group = row_group(index, sharding, self._rank_group.world_size, offset_type)
+            heeds = heeds_zeros(table.fused_params for table in tables) is not None
+            group = row_group(index, sharding, self._rank_group.world_size, offset_type, named_only=heeds)
             declared = all(name in self._multi_hot_sizes for name in group.features)
-            if declared and self._can_pad("row_capacity", group.hash_sizes, group.parts, tables):
+            if declared and self._is_on("row_capacity", why_not_split(group.hash_sizes, group.parts)):
                 groups.append(group)
         return groups
 
@@ -269,9 +271,8 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         assert self._row_capacity is not None, "there are no groups without"
         return CapacityDist(groups, keys, self.declared, self._rank_group, self._row_capacity)
 
-    def _can_pad(self, option: str, hash_sizes: Sequence[int], parts: int, tables: Sequence[Any]) -> bool:
-        """Whether ids of weight zero leave the rows that they name as they are."""
-        if (why_not := why_not_all(hash_sizes, parts, (table.fused_params for table in tables))) is not None:
+    def _is_on(self, option: str, why_not: str | None) -> bool:
+        if why_not is not None:
             _warn_once("%s is off for tables split by rows: %s", option, why_not)
         return why_not is None
 

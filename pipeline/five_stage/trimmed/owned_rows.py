@@ -46,10 +46,15 @@ def owned_rows(
     return OwnedRows(*(torch.tensor(of).repeat_interleave(repeats).to(device) for of in (firsts, counts)))
 
 
-def why_not_all(hash_sizes: Sequence[int], ranks: int, fused_params: Iterable[dict[str, Any] | None]) -> str | None:
-    """Says why row-wise tables cannot be looked up so; None if they can."""
+def why_not_split(hash_sizes: Sequence[int], ranks: int) -> str | None:
+    """Says why no id of weight zero can be given to some rank; None if one can be given to each."""
     if any((ranks - 1) * -(-rows // ranks) >= rows for rows in hash_sizes):
         return "a rank has no row of one"
+    return None
+
+
+def heeds_zeros(fused_params: Iterable[dict[str, Any] | None]) -> str | None:
+    """Names the fused update, of these tables', that changes rows whose gradient is zero; None without one."""
     for params in (of or {} for of in fused_params):
         optimizer = params.get("optimizer", EmbOptimType.EXACT_SGD)
         if optimizer not in IGNORE_ZEROS or params.get("weight_decay"):

@@ -58,7 +58,8 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         row_capacity: within FiveStagePipeline's graphs of whole iterations, room for the ids of row-wise and
         table-row-wise tables, of declared sizes, for each pair of ranks: 1.0 if ids are spread evenly over the rows, as
         hashed ones are; 2.0 if some rank's rows are named twice as often. A batch with more ids goes eagerly, less than
-        one in a million of such ids drawn independently (capacity.py). Elsewhere these tables' input dist is exact.
+        one in a million of such ids drawn independently (capacity.py). So does one that names no row of some rank under
+        Adam and weight decay (capacity_dist.py). Elsewhere these tables' input dist is exact.
 
         validate: look at every length of every batch before anything is exchanged, and at the ranks' batch sizes. Costs
         reads of the device and a collective of its own: to find what breaks a promise, not for timing. cuda_graph: on

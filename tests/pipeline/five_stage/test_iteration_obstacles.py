@@ -12,9 +12,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTen
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+import dlrm_bench.pipeline.five_stage.iteration_obstacles
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.iteration_obstacles import _of_kernel, why_no_iteration, why_no_iteration_of
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
+from dlrm_bench.pipeline.five_stage.table_steps import COUNTING
 from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.pipeline.five_stage.any_models import LONGEST, PLANS, RW, TW, Everything, Sequence, build, sequences
@@ -108,9 +110,8 @@ def kernel(**changed: Any) -> Any:
         (SimpleNamespace(), "looked up by SimpleNamespace"),
         (kernel(lxu_cache_weights=torch.zeros(4)), "lies in host memory"),
         (kernel(weights_uvm=torch.zeros(4)), "lies in host memory"),
-        (kernel(optimizer=EmbOptimType.ADAM), "the fused update of tables, adam, counts its steps"),
-        (kernel(optimizer=EmbOptimType.LAMB), "counts its steps"),
-        (kernel(_used_rowwise_adagrad_with_counter=True), "counts its steps"),
+        (kernel(optimizer=EmbOptimType.LARS_SGD), "the fused update of tables, lars_sgd, is given numbers"),
+        (kernel(_used_rowwise_adagrad_with_counter=True), "is given numbers by the host that no graph follows"),
         (kernel(weights_precision=SparseType.FP16), "rounds its weights at random"),
         (kernel(weights_precision=SparseType.FP16, stochastic_rounding=False), None),
     ],
@@ -118,6 +119,16 @@ def kernel(**changed: Any) -> Any:
 def test_tables_that_no_graph_takes_are_named(of: Any, why: str | None) -> None:
     said = _of_kernel("tables", of)
     assert said is None if why is None else why in (said or "")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("optimizer", COUNTING)
+def test_steps_of_the_host_need_graphs_that_can_be_changed(
+    optimizer: EmbOptimType, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dlrm_bench.pipeline.five_stage.iteration_obstacles, "keeps_graphs", lambda: keeps)
+    said = _of_kernel("tables", kernel(optimizer=optimizer))
+    assert said is None if keeps else f"tables, {optimizer.value}, is given its step by the host" in (said or "")
 
 
 def test_inputs_that_no_graph_takes_are_named() -> None:

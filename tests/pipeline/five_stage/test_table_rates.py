@@ -1,15 +1,14 @@
 """The tables' learning rates in captured graphs: marked at the capture, put back after it, followed from then on."""
 
-import ctypes
-import struct
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 import dlrm_bench.pipeline.five_stage.table_rates
-from dlrm_bench.pipeline.five_stage.node_parameters import _Params, marks
+from dlrm_bench.pipeline.five_stage.node_parameters import int_marks, marks
 from dlrm_bench.pipeline.five_stage.table_rates import CAPTURES_IN_A_ROW, TableRates
 
 GRAPHS: list[Any] = ["one", "other"]
@@ -35,11 +34,12 @@ def changeable(monkeypatch: pytest.MonkeyPatch) -> None:
     Arguments.missing, Arguments.made = 0, []
     monkeypatch.setattr(dlrm_bench.pipeline.five_stage.table_rates, "keeps_graphs", lambda: True)
     monkeypatch.setattr(dlrm_bench.pipeline.five_stage.table_rates, "MarkedArguments", Arguments)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 def kernels(*rates: float) -> list[Any]:
-    return [SimpleNamespace(learning_rate_tensor=torch.tensor(rate)) for rate in rates]
+    return [
+        SimpleNamespace(learning_rate_tensor=torch.tensor(rate), optimizer=EmbOptimType.EXACT_ADAGRAD) for rate in rates
+    ]
 
 
 def rates_of(of: list[Any]) -> list[float]:
@@ -133,14 +133,35 @@ def test_a_rank_without_tables_has_nothing_to_follow(changeable: None) -> None:
     assert rates.follow()
 
 
-def test_marks_are_exact_and_distinct() -> None:
-    found = marks(300)
-    assert len(set(found)) == 300
-    assert [struct.unpack("<f", struct.pack("<f", mark))[0] for mark in found] == found
-    assert torch.tensor(found, dtype=torch.float32).double().tolist() == found
+def adam(rate: float, step: int) -> Any:
+    counts = {"iter_cpu": torch.tensor([step]), "iter": torch.tensor([step])}
+    return SimpleNamespace(learning_rate_tensor=torch.tensor(rate), optimizer=EmbOptimType.ADAM, **counts)
 
 
-def test_the_drivers_structure() -> None:
-    """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h, on a machine of 64 bits."""
-    assert ctypes.sizeof(_Params) == 72
-    assert (_Params.arguments.offset, _Params.kern.offset) == (40, 56)
+def test_steps_are_brought_and_counted_with_each_replay(changeable: None) -> None:
+    plain, of = kernels(0.5)[0], adam(0.25, 6)
+    rates = TableRates([plain, of])
+    rates.begin_capture()
+    rates.mark()
+    assert int(of.iter_cpu) + 1 == int_marks(1)[0]
+    of.iter_cpu.add_(2)  # by FBGEMM, at the lookups of a capture of two turns
+    assert rates.end_capture(GRAPHS)
+    assert int(of.iter_cpu) == 6
+    for step, graph in enumerate([*GRAPHS, *GRAPHS], start=7):
+        assert rates.follow()
+        rates.bring(graph)
+        made = Arguments.made[GRAPHS.index(graph)]
+        assert made.values == [0.5, 0.25, step]
+        assert int(of.iter_cpu) == step
+    of.iter_cpu.add_(1)  # by FBGEMM, at the lookup of an iteration without a graph
+    rates.bring(GRAPHS[0])
+    assert Arguments.made[0].values == [0.5, 0.25, 12]
+
+
+def test_a_step_that_no_kernel_has_is_an_error(changeable: None) -> None:
+    Arguments.missing = 1
+    of = adam(0.25, 6)
+    rates = TableRates([of])
+    with pytest.raises(RuntimeError, match="come to none of the captured kernels"):
+        capture(rates)
+    assert (int(of.iter_cpu), of.learning_rate_tensor.item()) == (6, 0.25)

@@ -31,14 +31,21 @@ HEADROOM = 1.3
 """Tables of several sizes share features, whose ids are so spread over the rows of the smallest one."""
 RW = plan_of(*[row_wise()] * 5)
 MIXED = plan_of(table_wise(1), row_wise(), column_wise(ranks=[0, 1]), data_parallel(), row_wise())
+TWO = plan_of(*[row_wise()] * 2)
 NODES = plan_of(table_row_wise(0), table_row_wise(1), table_row_wise(0), row_wise(), table_row_wise(1))
 ONE_NODE = plan_of(table_row_wise(0), row_wise(), table_row_wise(0), table_wise(1), row_wise())
 ONLY_ONE = plan_of(table_row_wise(0), table_row_wise(0))
+DECAY: dict[str, Any] = {"weight_decay": 0.1}
+"""Of fused updates that change rows of zero gradient: unused places name rows of the batch."""
 CASES = {
-    1: {"1 rank": Case(RW)},
+    1: {"1 rank": Case(RW), "1 rank, named": Case(RW, fused_params=DECAY)},
     2: {"rw": Case(RW), "weighted": Case(RW, weighted=True, ids=torch.int32, fused_params=int32), "mixed": Case(MIXED)},
-    3: {"mixed, 3 ranks": Case(MIXED, weighted=True)},
-    4: {"twrw": Case(NODES), "twrw, weighted": Case(NODES, weighted=True), "rank 2 and 3 have none": Case(ONLY_ONE)},
+    3: {
+        "mixed, 3 ranks": Case(MIXED, weighted=True),
+        "named, 3 ranks": Case(TWO, weighted=True, fused_params=DECAY | int32, ids=torch.int32),
+    },
+    4: {"twrw": Case(NODES), "twrw, weighted": Case(NODES, weighted=True), "rank 2 and 3 have none": Case(ONLY_ONE)}
+    | {"twrw, named": Case(NODES, fused_params=DECAY)},
 }
 READS = ("aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-from dlrm_bench.pipeline.five_stage.trimmed.owned_rows import owned_rows, why_not_all
+from dlrm_bench.pipeline.five_stage.trimmed.owned_rows import heeds_zeros, owned_rows, why_not_split
 
 CPU = torch.device("cpu")
 
@@ -28,16 +28,21 @@ def test_each_id_counts_at_the_rank_that_has_its_row(dtype: torch.dtype, weighte
     assert torch.equal(total, expected)
 
 
+@pytest.mark.parametrize(("rows", "why"), [([10, 7], None), ([10, 4], "a rank has no row of one")])
+def test_tables_that_have_no_row_for_some_rank(rows: list[int], why: str | None) -> None:
+    assert why_not_split(rows, 3) == why
+
+
 @pytest.mark.parametrize(
-    ("rows", "params", "why"),
+    ("params", "heeds"),
     [
-        ([10, 7], None, None),
-        ([10, 7], {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}, None),
-        ([10, 4], {"optimizer": EmbOptimType.EXACT_ADAGRAD}, "a rank has no row of one"),
-        ([10, 7], {"optimizer": EmbOptimType.ADAM}, "changes rows whose gradient is zero"),
-        ([10, 7], {"weight_decay": 0.1}, "changes rows whose gradient is zero"),
+        (None, False),
+        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}, False),
+        ({"optimizer": EmbOptimType.ADAM}, True),
+        ({"weight_decay": 0.1}, True),
     ],
 )
-def test_tables_that_cannot_be_looked_up_so(rows: list[int], params: dict | None, why: str | None) -> None:
-    found = why_not_all(rows, 3, [params])
-    assert found is None if why is None else why in (found or "")
+def test_updates_that_change_rows_of_zero_gradients(params: dict | None, heeds: bool) -> None:
+    found = heeds_zeros([None, params])
+    assert (found is not None) == heeds
+    assert not heeds or "changes rows whose gradient is zero" in (found or "")
