@@ -7,11 +7,7 @@ from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.interface import Options, Pipeline
 from dlrm_bench.pipeline.static.options import StaticOptions
-from dlrm_bench.pipeline.static.pipeline import StaticPipeline
-from dlrm_bench.pipeline.static_sequences.pipeline import StaticSequencesPipeline
-from dlrm_bench.pipeline.torchrec.five_stage import TorchRecFiveStagePipeline
 from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches, TorchRecOptions
-from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 
 
 class OfBenchmark(Protocol):
@@ -26,12 +22,22 @@ class OfBenchmark(Protocol):
 def build_pipeline(config: OfBenchmark, options: Options, ranks: Ranks) -> Pipeline:
     """Returns the pipeline of these options, ready to train `config`, also a TrainingConfig. Collective over all
     ranks."""
+    # Each pipeline is imported where it is asked for: static ones start without TorchRec, whose import takes seconds.
     training = cast(TrainingConfig, config)
+    if isinstance(options, StaticOptions) and training.model.tables.pooled:
+        from dlrm_bench.pipeline.static.pipeline import StaticPipeline
+
+        return StaticPipeline(training, options, ranks, named(config.benchmark).parts())
     if isinstance(options, StaticOptions):
-        static = StaticPipeline if training.model.tables.pooled else StaticSequencesPipeline
-        return static(training, options, ranks, named(config.benchmark).parts())
+        from dlrm_bench.pipeline.static_sequences.pipeline import StaticSequencesPipeline
+
+        return StaticSequencesPipeline(training, options, ranks, named(config.benchmark).parts())
     of_benchmark = named(config.benchmark).parts().torchrec_model(training, ranks)
     if isinstance(options, FiveStageSwitches):
+        from dlrm_bench.pipeline.torchrec.five_stage import TorchRecFiveStagePipeline
+
         return TorchRecFiveStagePipeline(training, of_benchmark, options, ranks)
     assert isinstance(options, TorchRecOptions)
+    from dlrm_bench.pipeline.torchrec.stock import StockPipeline
+
     return StockPipeline(training, of_benchmark, options, ranks)

@@ -48,6 +48,10 @@ _PRELOADED = [
     "dlrm_bench.bench.summary",
     "dlrm_bench.bench.limits.measured",
     "dlrm_bench.bench.profile.profiled_run",
+    "dlrm_bench.pipeline.static.pipeline",
+    "dlrm_bench.pipeline.static_sequences.pipeline",
+    "dlrm_bench.pipeline.torchrec.five_stage",
+    "dlrm_bench.pipeline.torchrec.stock",
 ]
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PATIENCE_S = 5
