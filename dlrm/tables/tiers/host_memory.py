@@ -1,6 +1,7 @@
 """Host memory for table rows: pinned where a GPU reads and writes it, in huge pages where the kernel gives them."""
 
 import mmap
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ def host_zeros(rows: int, columns: int, device: torch.device) -> Tensor:
         memory = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise OSError(f"{size / _GB:.1f} GB of host memory cannot be had: {error.strerror}") from error
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     zeros = torch.frombuffer(memory, dtype=torch.float32).view(shape)  # which keeps `memory`
     threads = torch.get_num_threads()  # often one, as torchrun sets it
     torch.set_num_threads(_THREADS)

@@ -44,6 +44,12 @@ def test_memory_is_pinned_as_long_as_any_tensor_has_it(pinned: dict[int, int]) -
     assert pinned == {}
 
 
+def test_a_kernel_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch, pinned: dict[int, int]) -> None:
+    monkeypatch.setattr(host_memory.mmap, "MADV_HUGEPAGE", 1 << 20)  # no advice that any kernel knows
+    rows = host_zeros(1000, 16, GPU)
+    assert pinned == {rows.data_ptr(): rows.nbytes}
+
+
 def test_without_a_gpu_or_rows_nothing_is_pinned(pinned: dict[int, int]) -> None:
     assert host_zeros(10, 16, torch.device("cpu")).shape == (10, 2, 16)
     assert host_zeros(0, 16, GPU).shape == (0, 2, 16)
