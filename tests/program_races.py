@@ -6,7 +6,8 @@ writes finds there what it hopes for. So every launch of a test notes who touche
 the result could depend on an order:
 
 - Two programs touch an element, and one of them writes it. They may write the same value: a flag that any raises.
-  Atomics may meet, but nothing else that writes or reads.
+  Atomics may meet. Of two programs that change one element by atomics, which acquire and release unless told not to,
+  what the first did before comes before what the second does afterwards.
 - Two threads of a program touch an element, one of them writes it, and no barrier lies between. Elements at one place
   of tensors of one shape are taken for one thread's, and others for another's.
 
@@ -14,7 +15,9 @@ Programs run in an order that is none, too: what atomics leave may depend on it,
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +46,8 @@ class Accesses(NamedTuple):
     thread: NDArray[np.int64]
     value: NDArray[np.uint64]
     """Bits of what is stored; else 0."""
+    time: NDArray[np.int64]
+    """Number of operators before it."""
 
 
 def watch_programs(interpreter: Any) -> None:
@@ -68,36 +73,37 @@ def race_in(accesses: Accesses | None) -> str | None:
     if accesses is None:
         return None
     touched = np.isin(accesses.address, accesses.address[accesses.kind != _LOAD])
-    order = np.lexsort((accesses.period[touched], accesses.program[touched], accesses.address[touched]))
+    order = np.lexsort((accesses.time[touched], accesses.program[touched], accesses.address[touched]))
     of = Accesses(*(column[touched][order] for column in accesses))
     return _between_programs(of) or _within_programs(of)
 
 
 def _between_programs(of: Accesses) -> str | None:
-    starts = _starts(of.address)
-    for first, end in _uneven(starts, of.program):
+    atomics: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for at in np.flatnonzero(of.kind == _ATOMIC).tolist():
+        atomics[int(of.program[at])].append((int(of.address[at]), int(of.time[at])))
+    for first, end in _uneven(_starts(of.address), of.program):
         here = Accesses(*(column[first:end] for column in of))
-        kinds = set(here.kind.tolist())
-        if kinds == {_ATOMIC} or (kinds == {_STORE} and len(set(here.value.tolist())) == 1):
+        if (here.kind == _STORE).all() and len(set(here.value.tolist())) == 1:
             continue
-        writers = {*here.program[here.kind != _LOAD].tolist()}
-        if len(writers | {*here.program.tolist()}) > 1:
-            return f"programs {sorted({*here.program.tolist()})[:4]} race: {_words(here)}"
+        of_element = sorted(zip(here.time.tolist(), here.program.tolist(), here.kind.tolist(), strict=True))
+        for (time, program, kind), (later, other, of_other) in combinations(of_element, 2):
+            if program == other or kind == of_other != _STORE:
+                continue
+            given = {address for address, at in atomics[program] if at >= time}
+            if not any(address in given and at <= later for address, at in atomics[other]):
+                return f"programs {program} and {other} race: {_NAMES[kind]}, {_NAMES[of_other]}"
     return None
 
 
 def _within_programs(of: Accesses) -> str | None:
-    starts = _starts(of.address, of.program, of.period)
-    for first, end in _uneven(starts, of.thread):
+    for first, end in _uneven(_starts(of.address, of.program, of.period), of.thread):
         here = Accesses(*(column[first:end] for column in of))
         kinds = set(here.kind.tolist())
         if _STORE in kinds and (len(kinds) > 1 or len(set(here.value.tolist())) > 1):
-            return f"threads of program {here.program[0]} race, without a barrier in between: {_words(here)}"
+            words = ", ".join(_NAMES[kind] for kind in here.kind.tolist()[:2])
+            return f"threads of program {here.program[0]} race, without a barrier in between: {words}"
     return None
-
-
-def _words(here: Accesses) -> str:
-    return ", ".join(_NAMES[kind] for kind in here.kind.tolist()[:4])
 
 
 def _starts(*columns: NDArray[Any]) -> NDArray[np.int64]:
@@ -156,8 +162,8 @@ class _Recorder:
         if values is not None:
             stored = np.broadcast_to(values, shape).ravel()[at]
             stored = stored.view(f"u{stored.itemsize}").astype(np.uint64)
-        numbers = (np.full(len(at), number) for number in (program, kind, self._barriers))
-        self._noted.append(Accesses(addresses.ravel()[at].astype(np.uint64), *numbers, thread, stored))
+        numbers = [np.full(len(at), number) for number in (program, kind, self._barriers, len(self._noted))]
+        self._noted.append(Accesses(addresses.ravel()[at].astype(np.uint64), *numbers[:3], thread, stored, numbers[3]))
 
 
 def _shuffle(builder: Any) -> None:
