@@ -7,12 +7,13 @@ import torch
 
 def register(address: int, size: int, device: torch.device) -> str | None:
     """Registers host memory, of `size` bytes, with CUDA; returns CUDA's error, None without one."""
+    runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        status = runtime.cudaHostRegister(address, size, 0)
         if int(status) == 0:
             return None
         _take_error(device)
-    return str(status)
+    return str(runtime.cudaGetErrorString(status))  # the status' own str knows success alone
 
 
 def unregister(address: int) -> None:
