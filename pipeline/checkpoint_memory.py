@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.runtime.host_registration import register, unregister
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_index import THREADS, CheckpointError, Piece, Place
 
@@ -113,7 +114,7 @@ class PiecesInMemory:
     def close(self) -> None:
         """Takes the memory back from CUDA."""
         for file in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(file.data_ptr())
+            unregister(file.data_ptr())
         self._registered.clear()
 
 
@@ -134,11 +135,10 @@ def _mapped(path: Path, size: int) -> Tensor:
 
 def _register(file: Tensor, device: torch.device) -> Tensor:
     """Registers memory with CUDA, so that copies to it run by themselves; returns it."""
-    with torch.cuda.device(device):
-        result = torch.cuda.cudart().cudaHostRegister(file.data_ptr(), file.nbytes, 0)
-    if int(result) != 0:
+    error = register(file.data_ptr(), file.nbytes, device)
+    if error is not None:
         raise CheckpointError(
-            f"CUDA cannot register {file.nbytes / 1e9:.1f} GB of memory ({result}): raise `ulimit -l`, or leave "
+            f"CUDA cannot register {file.nbytes / 1e9:.1f} GB of memory ({error}): raise `ulimit -l`, or leave "
             "--snapshot.every out"
         )
     return file

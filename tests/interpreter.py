@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.program_races import watch_programs
+
 _EXACTLY = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
@@ -32,6 +34,7 @@ def prepare_interpreter() -> None:
     interpreter._get_np_dtype = _NumpyTypes(interpreter._get_np_dtype)
     interpreter.ScanOps.generic_scan = _scan
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
+    watch_programs(interpreter)
 
 
 def _choose_numbers_as_on_gpus(builder: Any) -> None:

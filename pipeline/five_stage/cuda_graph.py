@@ -1,9 +1,10 @@
 """CUDA graphs: capture, destruction, and functions of one tensor that are replayed as one."""
 
+import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def record(
     generator = torch.cuda.default_generators[device]
     before = generator.clone_state()
     # torch.cuda.graph leaves its stream current where the end of the capture raises.
-    with _CAPTURING, torch.cuda.stream(torch.cuda.current_stream()):
+    with _CAPTURING, _no_collections(), torch.cuda.stream(torch.cuda.current_stream()):
         try:
             capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with capturing, watch or nullcontext():
@@ -50,6 +51,19 @@ def record(
     if keep:
         graph.instantiate()
     return graph
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keeps Python from collecting cycles. These may hold memory of CUDA's, as those of a pipeline that has been closed
+    do, and to take registered memory back is no call for a thread that captures."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def destroy(graphs: Sequence[torch.cuda.CUDAGraph]) -> None:

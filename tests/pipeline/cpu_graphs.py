@@ -33,15 +33,40 @@ class Replayed:
         """There is nothing to free."""
 
 
-def capture_on_cpu(fails: Callable[[], bool] = lambda: False) -> None:
-    """In this process. Capturing runs nothing, or, where `fails`, runs until something raises, and fetches no batch:
-    a capture that fails runs nothing, and fetches count."""
+class Unread(TorchDispatchMode):
+    """Stands for a graph: replays by running, and asserts that no operator asks the device or copies from the host's
+    pageable memory. Plain functions of kernels may: a GPU runs the kernels."""
 
-    def record(work: Callable[[], None], watch: Any, *_: Any) -> Replayed:
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+
+    def replay(self) -> None:
+        with self:
+            self._work()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(operator)
+        masks = "aten.index" in name and any(of.dtype == torch.bool for of in _indices(args))
+        if masks or name in _READS or name in _MADE_OF_ANY_SIZE:
+            assert _in_plain_function(), f"{name}: the host reads, or copies, within a graph"
+        return operator(*args, **(kwargs or {}))
+
+    def reset(self) -> None:
+        """There is nothing to free."""
+
+
+def capture_on_cpu(
+    fails: Callable[[], bool] = lambda: False, graph: Callable[[Callable[[], None]], Replayed | Unread] = Replayed
+) -> None:
+    """In this process. Capturing runs nothing, or, where `fails`, runs until something raises, and fetches no batch:
+    a capture that fails runs nothing, and fetches count. graph: what replays."""
+
+    def record(work: Callable[[], None], watch: Any, *_: Any) -> Replayed | Unread:
         if fails():
             with watch, patch.object(BatchFetcher, "fetch", lambda *_: None):
                 work()
-        return Replayed(work)
+        return graph(work)
 
     for module in (dlrm_bench.pipeline.static.pipeline, dlrm_bench.pipeline.static_sequences.pipeline):
         module.check_device = lambda *_: None  # type: ignore[assignment]
@@ -158,6 +183,31 @@ class Checked(TorchDispatchMode):
 
 
 _READS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.nonzero.default", "aten.is_nonzero.default")
+
+
+_MADE_OF_ANY_SIZE = (
+    "aten.masked_select.default",
+    "aten.repeat_interleave.Tensor",
+    "aten.unique_consecutive.default",
+    "aten._unique2.default",
+    "aten.lift_fresh.default",
+)
+"""Operators whose results have a size that the host reads; the last one makes a tensor of the host's numbers."""
+
+
+def _indices(args: Any) -> list[Any]:
+    return (
+        [of for of in args[1] if isinstance(of, Tensor)] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+    )
+
+
+def _in_plain_function() -> bool:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if "/kernels/" in frame.f_code.co_filename and frame.f_code.co_name.startswith("plain"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_wait() -> bool:

@@ -19,9 +19,9 @@ def places() -> list[Place]:
     return [Place(f"t{i}", (0, 0), (3 + i, 2), 1) for i in range(COUNT)]
 
 
-def tensors(value: float) -> list[tuple[Place, torch.Tensor]]:
+def tensors(value: float, device: torch.device = CPU) -> list[tuple[Place, torch.Tensor]]:
     """Strided, as tables are that lie beside their optimizer state; of parameters too."""
-    filled = [(place, torch.full((*place.shape, 2), value)[..., 1]) for place in places()]
+    filled = [(place, torch.full((*place.shape, 2), value, device=device)[..., 1]) for place in places()]
     return [(place, torch.nn.Parameter(tensor) if i == 0 else tensor) for i, (place, tensor) in enumerate(filled)]
 
 
@@ -88,6 +88,6 @@ def test_copies_from_a_gpu_arrive_in_registered_memory(tmp_path: Path) -> None:
     memory = PiecesInMemory(tmp_path, pieces, device)
     assert all(tensor.is_pinned() for _, tensor in memory.pieces)
     for value in (1.0, 2.0):
-        memory.fill([(place, tensor.detach().to(device)) for place, tensor in tensors(value)], lambda: None)
+        memory.fill(tensors(value, device), lambda: None)
         assert all((tensor == value).all() for tensor in read(tmp_path, pieces))
     memory.close()

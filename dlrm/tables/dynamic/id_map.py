@@ -103,7 +103,7 @@ class IdMap:
 
     def _evict(self, wanted: Tensor) -> None:
         """Takes away as many places as are free less than `wanted`, int64 [1], or as many as the window has."""
-        window = (self._batch * len(self._window) + self._window) % self.places
+        window = (self._batch.long() * len(self._window) + self._window) % self.places
         last = self._last[window]
         may = (self._slot_of[window] >= 0) & (last < self._batch - 1)
         order = torch.where(may, last, torch.iinfo(torch.int32).max).sort(stable=True).indices

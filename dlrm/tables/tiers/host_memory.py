@@ -1,10 +1,13 @@
 """Host memory for table rows: pinned where a GPU reads and writes it, in huge pages where the kernel gives them."""
 
 import mmap
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from dlrm_bench.dlrm.runtime.host_registration import register, unregister
 
 _GB = 10**9
 _THREADS = 8  # of a rank that get pages: 40 GB of 2 MB pages took 32 threads 0.8 s
@@ -31,14 +34,14 @@ def host_zeros(rows: int, columns: int, device: torch.device) -> Tensor:
         memory = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise OSError(f"{size / _GB:.1f} GB of host memory cannot be had: {error.strerror}") from error
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     zeros = torch.frombuffer(memory, dtype=torch.float32).view(shape)  # which keeps `memory`
     threads = torch.get_num_threads()  # often one, as torchrun sets it
     torch.set_num_threads(_THREADS)
     zeros.zero_()  # which gets the pages, by all of these threads; to pin them would get them by one
     torch.set_num_threads(threads)
-    with torch.cuda.device(device):
-        memory.register(zeros.data_ptr(), size)
+    memory.register(zeros.data_ptr(), size, device)
     return zeros
 
 
@@ -47,13 +50,13 @@ class _Registered(mmap.mmap):
 
     _address: int | None = None
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, address: int, size: int, device: torch.device) -> None:
         """Pins the mapping's memory; OSError where that cannot be."""
-        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-        if int(status) != 0:
-            raise OSError(f"{size / _GB:.1f} GB of host memory cannot be pinned ({status}); see `ulimit -l`")
+        error = register(address, size, device)
+        if error is not None:
+            raise OSError(f"{size / _GB:.1f} GB of host memory cannot be pinned ({error}); see `ulimit -l`")
         self._address = address
 
     def __del__(self) -> None:
         if self._address is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            unregister(self._address)

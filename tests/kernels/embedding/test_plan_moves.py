@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels.embedding import plan_moves as module
 from dlrm_bench.kernels.embedding._placement_state import COMPARED, NUMBERS, Moves, PlacementState, walk
 from dlrm_bench.kernels.embedding.plan_moves import PlanMoves, plain_plan_moves, plan_moves
 from tests.kernels.devices import DEVICE, needs_triton
@@ -55,7 +56,9 @@ SHAPES = [(400, 150, 50, 40, 50), (100, 30, 12, 5, 40), (90, 90, 20, 10, 40), (5
 
 @needs_triton
 @pytest.mark.parametrize("shape", SHAPES)
-def test_triton_equals_plain(shape: tuple[int, int, int, int, int]) -> None:
+def test_triton_equals_plain(shape: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several blocks, summed up two at a time: a million ids are more blocks than one sum takes."""
+    monkeypatch.setattr(module, "_BLOCKS_AT_A_TIME", 2)
     rows, device_rows, guests, window, ids = shape
     states = [new_state(rows, device_rows, guests, halving=3) for _ in range(2)]
     moves = [new_moves(window) for _ in range(2)]

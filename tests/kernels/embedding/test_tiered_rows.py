@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels.embedding import tiered_rows
 from dlrm_bench.kernels.embedding.pooled_lookup import (
     LookupTable,
     PooledTable,
@@ -50,10 +51,13 @@ def example(on_device: int, columns: int = 16) -> Example:
     place = torch.randperm(ROWS, generator=generator)
     placed = torch.empty_like(whole)
     placed[place] = whole
-    host = placed[on_device:].clone()
-    if DEVICE.type == "cuda":
-        host = host.pin_memory()
-    return Example(whole.to(DEVICE), Tiers(placed[:on_device].to(DEVICE), host), place.int().to(DEVICE))
+    return Example(whole.to(DEVICE), in_tiers(placed[:on_device], placed[on_device:]), place.int().to(DEVICE))
+
+
+def in_tiers(device: Tensor, host: Tensor) -> Tiers:
+    """Returns copies of rows, which are on the CPU, in the memory of their tiers."""
+    host = host.clone()
+    return Tiers(device.clone().to(DEVICE), host.pin_memory() if DEVICE.type == "cuda" else host)
 
 
 @pytest.mark.parametrize("on_device", SPLITS)
@@ -91,6 +95,23 @@ def test_rows_are_exchanged(columns: int) -> None:
         expected[torch.cat([a, b])] = expected[torch.cat([b, a])]
         for case in cases:
             assert torch.equal(torch.cat([case.tiers.device, case.tiers.host.to(DEVICE)]), expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.gpu)])
+def test_more_rows_are_exchanged_than_are_under_way_at_a_time(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel in CUDA C++ has eight of each multiprocessor under way."""
+    monkeypatch.setattr(tiered_rows, "_PROGRAMS", 2)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(2, count, 2, 64, generator=generator)
+    all_tiers = [in_tiers(*rows) for _ in range(3)]
+    on_device, in_host = (torch.randperm(count, generator=generator).int().to(DEVICE) for _ in range(2))
+    bounds = torch.tensor([3, count - 2], dtype=torch.int32, device=DEVICE)
+    for tiers, exchange in zip(all_tiers, (plain_exchange_rows, exchange_rows, triton_exchange_rows), strict=True):
+        exchange(tiers, on_device, in_host, bounds)
+        for tier, expected in zip(tiers, all_tiers[0], strict=True):
+            assert torch.equal(tier.to(DEVICE), expected.to(DEVICE))
+    assert not torch.equal(all_tiers[0].host, rows[1])
 
 
 @needs_triton

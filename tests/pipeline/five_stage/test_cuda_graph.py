@@ -1,6 +1,9 @@
 """A function replayed as a CUDA graph gives what a plain call gives, in tensors of the caller's own."""
 
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor
 
 import dlrm_bench.pipeline.five_stage.cuda_graph
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.cuda_graph import GraphedFunction
+from dlrm_bench.pipeline.five_stage.cuda_graph import GraphedFunction, record
 from tests.cases import GPU_PLACES
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
@@ -174,3 +177,39 @@ def test_calls_from_another_stream_wait_for_those_before() -> None:
             results.append(graphed(x)[0][-1])
     torch.cuda.synchronize()
     assert [int(result) for result in results] == [n * (step % 3) for step in range(8)]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_python_collects_nothing_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
+    """Without a GPU: by a runtime that does nothing. Afterwards it collects if it did before, whatever was raised."""
+    generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda _: None)
+    runtime = {
+        "CUDAGraph": lambda **_: "graph",
+        "graph_pool_handle": lambda: 0,
+        "current_device": lambda: 0,
+        "default_generators": [generator],
+        "current_stream": lambda: None,
+        "stream": lambda _: nullcontext(),
+        "graph": lambda *_, **__: nullcontext(),
+        "synchronize": lambda: None,
+    }
+    for name, value in runtime.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    found = []
+
+    def fails() -> None:
+        found.append(gc.isenabled())
+        raise RuntimeError("no capture")
+
+    if not collects:
+        gc.disable()
+    try:
+        assert record(lambda: found.append(gc.isenabled())) == "graph"
+        with pytest.raises(RuntimeError, match="no capture"):
+            record(fails)
+        assert gc.isenabled() == collects
+    finally:
+        monkeypatch.undo()
+        gc.enable()
+    assert found == [False, False]

@@ -141,10 +141,13 @@ def test_so_do_halves_in_graphs_and_sgd(run_ranks: Callable[..., list[Any]], wor
 
 
 def beside_full_on_gpus(ranks: Ranks) -> list[tuple[Trained, Trained]]:
-    """Returns the same with graphs, of tables that lie on the same ranks."""
+    """Returns the same with graphs, of tables that lie on the same ranks; at last, of rows that lose their places,
+    trainings without graphs and with them."""
     graphs = changed(CONFIG, cuda_graph="iteration", overlap=True, constraints=("0-2=table-wise",))
     configs = [graphs, changed(graphs, peer_memory=True)]
-    return [(train(ranks, config), train(ranks, changed(config, dynamic_rows=PLACES))) for config in configs]
+    found = [(train(ranks, config), train(ranks, changed(config, dynamic_rows=PLACES))) for config in configs]
+    evicting = changed(CONFIG, **EVICTING)
+    return [*found, (train(ranks, evicting), train(ranks, changed(evicting, cuda_graph="iteration", overlap=True)))]
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), GPU_PLACES)
@@ -152,6 +155,7 @@ def test_so_do_graphs_on_gpus(run_ranks: Callable[..., list[Any]], world_size: i
     for of_rank in run_ranks(world_size, beside_full_on_gpus, gpu=gpu):
         for full, dynamic in of_rank:
             check_equal(dynamic, full)
+        assert max(rows["evicted"] for rows in of_rank[-1][1].rows) > 100
 
 
 # Places that are taken
@@ -243,7 +247,7 @@ Found = tuple[Tensor, dict[str, Tensor], dict[str, int]]
 
 
 def second_half(pipeline: StaticPipeline, batches: Iterator[Batch]) -> tuple[Tensor, dict[str, int]]:
-    losses = torch.stack([pipeline.train_step(batches).clone() for _ in range(STEPS - BEFORE)])
+    losses = torch.stack([pipeline.train_step(batches).clone() for _ in range(STEPS - BEFORE)]).cpu()
     described = pipeline.describe()["dynamic_rows"][dist.get_rank()]
     pipeline.close()
     return losses, described
@@ -256,8 +260,8 @@ def saves(ranks: Ranks, folder: Path, options: dict[str, Any], count: int = STEP
     for _ in range(BEFORE):
         pipeline.train_step(batches)
     state = in_full(pipeline, PLAIN)
-    assert dist.group.WORLD is not None
-    write_state(folder, own_pieces(pipeline.state_blocks(), ranks.rank), ranks.rank, dist.group.WORLD, lambda: None)
+    group = dist.new_group(backend="gloo")
+    write_state(folder, own_pieces(pipeline.state_blocks(), ranks.rank), ranks.rank, group, lambda: None)
     if count == BEFORE:
         pipeline.close()
         return torch.empty(0), state, {}
@@ -268,8 +272,7 @@ def saves(ranks: Ranks, folder: Path, options: dict[str, Any], count: int = STEP
 def resumes(ranks: Ranks, folder: Path, options: dict[str, Any]) -> Found:
     pipeline = static_pipeline(changed(PLAIN, **options), ranks)
     blocks = pipeline.state_blocks()
-    assert dist.group.WORLD is not None
-    read_state(folder, blocks, dist.group.WORLD)
+    read_state(folder, blocks, dist.new_group(backend="gloo"))
     pipeline.take_blocks(blocks)
     pipeline.go_on_after(BEFORE)
     state = in_full(pipeline, PLAIN)
@@ -285,10 +288,18 @@ def saves_and_resumes(ranks: Ranks, folder: Path, options: dict[str, Any]) -> tu
 FITTING = {"dynamic_rows": 4000}
 
 
-@pytest.mark.parametrize("options", [FITTING, FITTING | {"presort_ids": True, "peer_memory": True}, EVICTING])
-def test_goes_on_to_the_bit(run_ranks: Callable[..., list[Any]], tmp_path: Path, options: dict[str, Any]) -> None:
+GOES_ON = [
+    *((2, False, options) for options in (FITTING, FITTING | {"presort_ids": True, "peer_memory": True}, EVICTING)),
+    *(pytest.param(*place.values, EVICTING, marks=place.marks) for place in GPU_PLACES),
+]
+
+
+@pytest.mark.parametrize(("world_size", "gpu", "options"), GOES_ON)
+def test_goes_on_to_the_bit(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int, gpu: bool, options: dict[str, Any]
+) -> None:
     """While rows lose their places too, and where all places are taken when it warms up."""
-    of_ranks = run_ranks(2, saves_and_resumes, tmp_path, options)
+    of_ranks = run_ranks(world_size, saves_and_resumes, tmp_path, options, gpu=gpu)
     for saved, read in of_ranks:
         assert torch.equal(saved[0], read[0])
         assert all(torch.equal(value, read[1][key]) for key, value in saved[1].items())

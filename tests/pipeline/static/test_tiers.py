@@ -21,7 +21,7 @@ from dlrm_bench.dlrm.tables.tiers import placement, tiered_rows
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
 from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
-from tests.cases import PLACES
+from tests.cases import GPU_PLACES, PLACES
 from tests.pipeline.whole_state import whole_state
 from tests.pipelines import changed, run_config, static_pipeline
 
@@ -146,9 +146,11 @@ def test_every_share_trains_to_equal_bits(run_ranks: Callable[..., list[Any]], w
 def hazards(ranks: Ranks) -> dict[str, list[Trained]]:
     """Returns trainings with rows that consecutive batches repeat, and with windows of one row or two, and of all."""
     results: dict[str, list[Trained]] = {}
-    sizes = placement.PlacementSizes.of_batches
+    sizes, peers = placement.PlacementSizes.of_batches, PEERS
+    if ranks.device.type == "cuda":
+        peers = changed(PEERS, cuda_graph="iteration", overlap=True)
     for name, hot, share in (("repeated", 40, "0.5"), ("few", 150, "0.02"), ("uniform", 0, "0.3")):
-        results[name] = [train(ranks, PEERS, hot)]
+        results[name] = [train(ranks, peers, hot)]
         for window in (1, 2, 10_000):
 
             def of_batches(*args: int, most: int = window) -> placement.PlacementSizes:
@@ -157,12 +159,16 @@ def hazards(ranks: Ranks) -> dict[str, list[Trained]]:
                 return replace(usual, guests=guests, window=min(guests, most))
 
             placement.PlacementSizes.of_batches = of_batches  # type: ignore[assignment, method-assign]
-            results[name].append(train(ranks, changed(PEERS, table_memory=share), hot))
+            results[name].append(train(ranks, changed(peers, table_memory=share), hot))
     return results
 
 
-def test_repeated_rows_and_windows_that_overflow_train_to_equal_bits(run_ranks: Callable[..., list[Any]]) -> None:
-    for of_rank in run_ranks(2, hazards):
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
+def test_repeated_rows_and_windows_that_overflow_train_to_equal_bits(
+    run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
+) -> None:
+    """On GPUs rows move while the batch before them trains."""
+    for of_rank in run_ranks(world_size, hazards, gpu=gpu):
         for name, (whole, *tiered) in of_rank.items():
             for trained in tiered:
                 check_equal(trained, whole)
@@ -213,11 +219,10 @@ def test_a_loss_stops_rows_on_both_tiers_and_moves_may_come_late(run_ranks: Call
 def resumed(ranks: Ranks, folder: Path) -> tuple[Tensor, list[Tensor], list[dict[str, Tensor]]]:
     """Trains, saves half-way, and resumes in other shares; returns losses of the second half and states."""
     torch.set_float32_matmul_precision("highest")
-    assert dist.group.WORLD is not None
-    batches, half = batches_of(PEERS, ranks, 0), STEPS // 2
+    batches, half, group = batches_of(PEERS, ranks, 0), STEPS // 2, dist.new_group(backend="gloo")
 
     def second_half(pipeline: StaticPipeline, training: Iterator[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
-        losses = torch.stack([pipeline.train_step(training).clone() for _ in range(half)])
+        losses = torch.stack([pipeline.train_step(training).clone() for _ in range(half)]).cpu()
         state = whole_state(pipeline)
         pipeline.close()
         return losses, state.weights | {f"state of {key}": value for key, value in state.optimizer.items()}
@@ -226,22 +231,24 @@ def resumed(ranks: Ranks, folder: Path) -> tuple[Tensor, list[Tensor], list[dict
     training = iter(batches[:STEPS])
     for _ in range(half):
         saved.train_step(training)
-    write_state(folder, own_pieces(saved.state_blocks(), ranks.rank), ranks.rank, dist.group.WORLD, lambda: None)
+    write_state(folder, own_pieces(saved.state_blocks(), ranks.rank), ranks.rank, group, lambda: None)
     results = [second_half(saved, training)]
     for share in ("0.8", None):
         pipeline = static_pipeline(changed(PEERS, table_memory=share), ranks)
         blocks = pipeline.state_blocks()
-        read_state(folder, blocks, dist.group.WORLD)
+        read_state(folder, blocks, group)
         pipeline.take_blocks(blocks)
         results.append(second_half(pipeline, iter(batches[half:STEPS])))
     first, *others = results
     return first[0], [losses for losses, _ in others], [state for _, state in results]
 
 
+@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
 def test_checkpoints_hold_both_tiers_and_resume_in_another_share(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, world_size: int, gpu: bool
 ) -> None:
-    for losses, others, states in run_ranks(2, resumed, tmp_path):
+    """Threads copy rows of both tiers, on GPUs by kernels on streams of their own."""
+    for losses, others, states in run_ranks(world_size, resumed, tmp_path, gpu=gpu):
         assert all(torch.equal(losses, other) for other in others)
         for state in states[1:]:
             assert state.keys() == states[0].keys()

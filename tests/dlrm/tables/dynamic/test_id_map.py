@@ -152,6 +152,15 @@ def test_batches_of_another_size_count_on_from_theirs() -> None:
     assert len(set(places.values())) == 2
 
 
+def test_windows_follow_one_another_after_billions_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 million places a window is 625,000: batch 3,436 begins beyond what int32 counts."""
+    monkeypatch.setattr(id_map, "_LEAST_WINDOW", 5)
+    ours, batch = IdMap(60, True, CPU), (1 << 31) // 5 + 1
+    run(ours, [list(range(60))])
+    ours.go_on_after(batch - 1)
+    assert run(ours, [[100], [101]]) == [({100: batch * 5 % 60}, 0), ({101: (batch + 1) * 5 % 60}, 0)]
+
+
 @pytest.mark.parametrize("evicts", [False, True])
 def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evicts: bool) -> None:
     """On a device whose tensors have shapes alone, and no numbers that the host could read."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dlrm_bench.dlrm.runtime import host_registration
 from dlrm_bench.dlrm.tables.tiers import host_memory
 from dlrm_bench.dlrm.tables.tiers.host_memory import host_zeros
 
@@ -44,6 +45,12 @@ def test_memory_is_pinned_as_long_as_any_tensor_has_it(pinned: dict[int, int]) -
     assert pinned == {}
 
 
+def test_a_kernel_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch, pinned: dict[int, int]) -> None:
+    monkeypatch.setattr(host_memory.mmap, "MADV_HUGEPAGE", 1 << 20)  # no advice that any kernel knows
+    rows = host_zeros(1000, 16, GPU)
+    assert pinned == {rows.data_ptr(): rows.nbytes}
+
+
 def test_without_a_gpu_or_rows_nothing_is_pinned(pinned: dict[int, int]) -> None:
     assert host_zeros(10, 16, torch.device("cpu")).shape == (10, 2, 16)
     assert host_zeros(0, 16, GPU).shape == (0, 2, 16)
@@ -51,7 +58,9 @@ def test_without_a_gpu_or_rows_nothing_is_pinned(pinned: dict[int, int]) -> None
 
 
 def test_what_cannot_be_had_or_pinned_is_refused(monkeypatch: pytest.MonkeyPatch, pinned: dict[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2, cudaGetErrorString=str)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(host_registration, "_take_error", lambda _: None)
     with pytest.raises(OSError, match=r"0\.1 GB of host memory cannot be pinned \(2\)"):
         host_zeros(1_000_000, 16, GPU)
     monkeypatch.setattr(host_memory, "host_available_bytes", lambda: 10**6)
