@@ -1,0 +1,31 @@
+"""Kernels compile for Hopper GPUs, as the kernels' benchmark launches them there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm_bench.bench import ROOT
+from dlrm_bench.kernels._triton import triton
+
+SHARED_BYTES = 227 * 1024  # of a thread block, at most
+
+
+def has_assembler() -> bool:
+    """Whether this Triton knows NVIDIA's GPUs: it asks its assembler's version before it compiles."""
+    return triton is not None and (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").is_file()
+
+
+@pytest.mark.skipif(not has_assembler(), reason="needs Triton with NVIDIA's assembler (pip install triton)")
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.hopper"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["errors"], "\n\n".join(f"{kernel}: {error}" for kernel, error in found["errors"].items())
+    assert found["shared_bytes"].keys() == set(found["kernels"]), "kernels that no case of the benchmark launches"
+    assert {kernel: size for kernel, size in found["shared_bytes"].items() if size > SHARED_BYTES} == {}
