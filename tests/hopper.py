@@ -1,17 +1,20 @@
-"""Compiles the Triton kernels for Hopper GPUs where there is none: TRITON_INTERPRET=0 python -m tests.hopper.
+"""Compiles the kernels for Hopper GPUs where there is none: TRITON_INTERPRET=0 python -m tests.hopper.
 
-The interpreter that runs kernels on CPUs takes much that the compiler refuses. Here the kernels' benchmark goes through
-all of its cases, at its own sizes, and DeviceRecMetrics prepares a launch; each launch compiles its kernel, to PTX, and
-runs nothing. The last line printed is JSON: all kernels' names, the compiler's first message about each that does not
-compile, and the bytes of shared memory that each needs at most. Run it in a process of its own, with a TRITON_CACHE_DIR
-of its own: what it leaves there cannot be launched.
+The interpreter that runs Triton kernels on CPUs takes much that the compiler refuses, and nothing there runs CUDA C++.
+Here the kernels' benchmark goes through all of its cases, at its own sizes, and DeviceRecMetrics prepares a launch;
+each launch compiles its kernel, Triton's to PTX, and runs nothing. The last line printed is JSON: the names of all
+Triton kernels, the compiler's first message about each that does not compile, the bytes of shared memory that each
+needs at most, and the first message about each CUDA source. Run it in a process of its own, with a TRITON_CACHE_DIR of
+its own: what it leaves there cannot be launched.
 """
 
+import contextlib
 import json
 import mmap
 import re
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from dlrm_bench.kernels import _cuda
 from dlrm_bench.kernels.benchmark.__main__ import CASES
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
 from dlrm_bench.pipeline.device_metrics.state import empty_state, scratch_of
@@ -36,11 +40,13 @@ _SM_90 = GPUTarget("cuda", 90, 32)
 
 
 class TensorsOfGpu(TorchFunctionMode):
-    """Tensors of the CPU pass for a GPU's, and for pinned ones."""
+    """Tensors of the CPU pass for a GPU's, and for pinned ones; devices that are asked for are the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (Tensor.is_cuda.__get__, Tensor.is_pinned):
             return True
+        if function == Tensor.device.__get__:
+            return torch.device("cuda", 0)
         if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
         named = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -123,6 +129,39 @@ def launch_benchmark() -> None:
                 case.run()
 
 
+def compile_sources() -> dict[str, str] | None:
+    """Runs the benchmark once more, where kernels in CUDA C++ are available. Returns the first message about each
+    source, "" of one that compiles; None without NVRTC."""
+    found: dict[str, str] = {}
+
+    def compile_source(_: Any, source: Path, name: str, defines: dict[str, int], threads: int, shared: int) -> None:
+        try:
+            message = "" if name.encode() in _cuda._compile(source, defines) else f"there is no {name}"
+        except RuntimeError as error:
+            message = str(error)
+        if not found.get(source.name):
+            found[source.name] = f"{defines}: {message}" if message else ""
+
+    properties = mock.Mock(multi_processor_count=132)
+    of_torch = {
+        "is_available": lambda: True,
+        "get_device_capability": lambda: (9, 0),
+        "get_device_properties": lambda device: properties,
+        "device": lambda device: contextlib.nullcontext(),
+    }
+    encoder = mock.Mock(**{"return_value.cuTensorMapEncodeTiled.return_value": 0})
+    with (
+        mock.patch.multiple(torch.cuda, **of_torch),
+        mock.patch.multiple(_cuda.Kernel, __init__=compile_source, launch=lambda *_: None),
+        mock.patch.object(_cuda, "_driver", encoder),
+    ):
+        _cuda.available.cache_clear()
+        if not _cuda.available():
+            return None
+        launch_benchmark()
+    return found
+
+
 def launch_update() -> None:
     """Prepares an update of metrics of two tasks."""
     layout = made(DeviceRecMetrics, config(tasks(2), WINDOWS)).layout
@@ -144,5 +183,5 @@ if __name__ == "__main__":
     launches = Launches()
     launch_update()
     launch_benchmark()
-    found = {"kernels": kernels(), "errors": launches.errors, "shared_bytes": launches.shared_bytes}
-    print(json.dumps(found))
+    of_triton = {"kernels": kernels(), "errors": launches.errors, "shared_bytes": launches.shared_bytes}
+    print(json.dumps(of_triton | {"sources": compile_sources()}))
