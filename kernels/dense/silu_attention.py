@@ -8,7 +8,7 @@ with its targets (the candidates to rank): a target attends to the history and t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,11 @@ from dlrm_bench.kernels.dense._silu_attention_hopper import (
 )
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
-_TILE = 64  # rows and keys of a program's tile
-_NUM_WARPS = 4
+_TILE, _NUM_WARPS = 64, 4  # rows and keys of a program's tile, at most
+# Of fp32 that is not rounded to TF32: without tensor cores, a thread holds whole rows of both factors in registers. Of
+# heads of 128 it lacks 184 bytes, and 50 KB with tiles as above, which take 55 CPU seconds to compile, not two.
+_EXACT_TILE, _EXACT_NUM_WARPS = 16, 8
+_TILE_BYTES = 2**15  # of rows, at most: the backward of keys has six such tiles in shared memory
 
 _PASS_PIECES = 2**18  # of 8 KB: what a pass of the backward has memory for, and one sequence's and head's more
 
@@ -192,26 +195,27 @@ def cuda_silu_attention_backward(
 
 
 def triton_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
-    """Computes `silu_attention_forward` in one kernel: a program for 64 tokens of a sequence and a head."""
-    _silu_attention_forward_kernel[_grid(q, sequences)](
-        q, k, v, out, *_common(q, k, v, sequences), out.stride(0), **_sizes(q, v)
+    """Computes `silu_attention_forward` in one kernel: a program for a tile of a sequence's tokens and a head."""
+    sizes = _sizes(q, v)
+    _silu_attention_forward_kernel[_grid(q, sequences, sizes)](
+        q, k, v, out, *_common(q, k, v, sequences), out.stride(0), **sizes
     )
 
 
 def triton_silu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Computes `silu_attention_backward` in two kernels: of queries, then of keys and values, 64 tokens a program."""
-    grid, common, sizes = _grid(q, sequences), _common(q, k, v, sequences), _sizes(q, v)
-    grad_row = grad.stride(0)
+    """Computes `silu_attention_backward` in two kernels: of queries, then of keys and values, a tile a program."""
+    common, sizes = _common(q, k, v, sequences), _sizes(q, v)
+    grid, grad_row = _grid(q, sequences, sizes), grad.stride(0)
     _silu_attention_query_backward_kernel[grid](q, k, v, grad, dq, *common, grad_row, dq.stride(0), **sizes)
     _silu_attention_key_backward_kernel[grid](
         q, k, v, grad, dk, dv, *common, grad_row, dk.stride(0), dv.stride(0), **sizes
     )
 
 
-def _grid(q: Tensor, sequences: Sequences) -> tuple[int, int, int]:
-    return cdiv(sequences.max_length, _TILE), q.shape[1], len(sequences.offsets) - 1
+def _grid(q: Tensor, sequences: Sequences, sizes: dict[str, Any]) -> tuple[int, int, int]:
+    return cdiv(sequences.max_length, sizes["tile"]), q.shape[1], len(sequences.offsets) - 1
 
 
 def _common(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[object, ...]:
@@ -219,10 +223,14 @@ def _common(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[obje
     return sequences.offsets, sequences.targets, scale, share, q.stride(0), k.stride(0), v.stride(0)
 
 
-def _sizes(q: Tensor, v: Tensor) -> dict[str, object]:
-    tf32 = q.dtype == torch.float32 and not INTERPRETED and torch.backends.cuda.matmul.allow_tf32
+def _sizes(q: Tensor, v: Tensor) -> dict[str, Any]:
+    depth, width = q.shape[2], v.shape[2]
+    fp32 = q.dtype == torch.float32 and not INTERPRETED
+    tf32 = fp32 and torch.backends.cuda.matmul.allow_tf32
+    tile, num_warps = (_EXACT_TILE, _EXACT_NUM_WARPS) if fp32 and not tf32 else (_TILE, _NUM_WARPS)
+    tile = max(16, min(tile, _TILE_BYTES // (max(depth, width) * q.itemsize)))
     precision = "tf32" if tf32 else "ieee"
-    return {"depth": q.shape[2], "width": v.shape[2], "tile": _TILE, "precision": precision, "num_warps": _NUM_WARPS}
+    return {"depth": depth, "width": width, "tile": tile, "precision": precision, "num_warps": num_warps}
 
 
 @jit

@@ -13,6 +13,9 @@ from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 _DEPTH = 64  # of the second layer's product at a time
 _INPUTS, _WIDEST = 16, 512
+# Elements of the last weight, which a program reads whole: with these it takes up to 206 KB of a Hopper's 227 KB of
+# shared memory, with twice as many 257 KB or more.
+_LAST_WEIGHT = 2**16
 _FEW_ROWS, _ROWS, _WARPS = 16, 64, 8  # of one program; the former where they leave multiprocessors idle
 _FEW = 2048
 
@@ -20,7 +23,8 @@ _FEW = 2048
 def applies(widths: Sequence[int], inputs: int, dtype: torch.dtype) -> bool:
     """Whether the kernel takes such layers."""
     powers = all(width & (width - 1) == 0 and _DEPTH <= width <= _WIDEST for width in widths)
-    return len(widths) == 3 and powers and inputs == _INPUTS and dtype == torch.bfloat16
+    fits = len(widths) == 3 and widths[1] * widths[2] <= _LAST_WEIGHT
+    return fits and powers and inputs == _INPUTS and dtype == torch.bfloat16
 
 
 class SmallMLP(NamedTuple):
@@ -33,7 +37,7 @@ class SmallMLP(NamedTuple):
     features: Tensor
     """fp32 [batch, n], n at most 16."""
     weights: Sequence[Tensor]
-    """bf16 [512, 16] at most, [256, 512], [128, 256]; all widths powers of two from 64 on."""
+    """bf16 [k, 16], [m, k], [n, m]: powers of two from 64 to 512, m times n at most 2**16."""
     biases: Sequence[Tensor]
     """bf16, of as many rows as the weights."""
     inputs: Tensor

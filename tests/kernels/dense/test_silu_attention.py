@@ -93,6 +93,22 @@ def test_equals_the_definition_and_its_derivative(forward, backward, case: str) 
 
 
 @needs_triton
+def test_small_tiles_equal_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of fp32 on GPUs, and of wide heads."""
+    monkeypatch.setattr(silu_attention, "_TILE", 16)
+    *inputs, grad, sequences = draw("an empty one between")
+    outs = torch.zeros(2, *grad.shape, device=DEVICE)
+    triton_silu_attention_forward(*inputs, sequences, outs[0])
+    plain_silu_attention_forward(*inputs, sequences, outs[1])
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-6)
+    ours, plain = ([torch.zeros_like(tensor) for tensor in inputs] for _ in range(2))
+    triton_silu_attention_backward(grad, *inputs, sequences, *ours)
+    plain_silu_attention_backward(grad, *inputs, sequences, *plain)
+    for of_ours, of_plain in zip(ours, plain, strict=True):
+        torch.testing.assert_close(of_ours, of_plain, rtol=1e-5, atol=1e-6)
+
+
+@needs_triton
 def test_equal_inputs_give_equal_bits() -> None:
     *inputs, grad, sequences = draw("targets over a tile's edge")
     runs = []

@@ -76,4 +76,6 @@ def test_takes_what_it_can_only() -> None:
     assert not applies((512, 256, 128), 16, torch.float32)
     assert not applies((512, 250, 128), 16, BF16)
     assert not applies((1024, 256, 128), 16, BF16)
+    assert applies((512, 512, 128), 16, BF16)
+    assert not applies((512, 256, 512), 16, BF16), "more shared memory than a Hopper has"
     assert not applies((512, 256, 128), 32, BF16)
