@@ -85,7 +85,7 @@ def find(times: _Times) -> list[Comb]:
 def recurring_work(rank: RankFile) -> list[Work]:
     """Returns the periodic work of a rank, costliest first."""
     plain, sampled = rank["plain"]["times_ms"], Samples(rank)
-    scale = median(plain) / median(sampled.times_ms)
+    scale = _undisturbed(plain) / _undisturbed(sampled.times_ms)
     times = [*plain, *[None] * SETTLING, *(time * scale for time in sampled.times_ms)]
     combs = find(times)
     begin = len(plain) + SETTLING
@@ -114,6 +114,12 @@ def recurring_work(rank: RankFile) -> list[Work]:
         place = None if line is None else Recurring(Place(PERIODIC, line_of(line), ()), own)
         found.append(Work(periodic, place, _works_itself(sampled, own)))
     return sorted(found, key=lambda work: -work.periodic["ms"])
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    """The time that a tenth does not exceed: a machine with other work makes most iterations of a window longer, and
+    few of them shorter."""
+    return sorted(times)[len(times) // 10]
 
 
 def _measured(times: _Times) -> list[float]:
@@ -161,15 +167,24 @@ def _line(rank: RankFile, samples: Samples, own: frozenset[int]) -> Frame | None
     frames = Frames(rank["libraries"])
     loop = {(frame["file"], frame["function"]) for frame in rank["loop"] if not frames.is_library(frame)}
     at: dict[Line, tuple[Frame, float]] = {}
-    others = max(1, samples.iterations - len(own))
+    with_it = _faster_half(samples, own)
+    without = _faster_half(samples, frozenset(range(samples.iterations)) - own)
     for sample in samples.samples:
         stack = samples.stacks[sample.stack]
         frame = next((f for f in stack if (f["file"], f["function"]) in loop), frames.user(stack))
-        share = 1 / len(own) if sample.iteration in own else -1 / others
         known = at.get(line_of(frame), (frame, 0.0))
-        at[line_of(frame)] = (frame, known[1] + sample.ms * share)
+        if sample.iteration in with_it:
+            at[line_of(frame)] = (frame, known[1] + sample.ms / len(with_it))
+        elif sample.iteration in without:
+            at[line_of(frame)] = (frame, known[1] - sample.ms / len(without))
     best = max(at.values(), key=lambda each: each[1], default=None)
     return best[0] if own and best is not None and best[1] > 0 else None
+
+
+def _faster_half(samples: Samples, iterations: frozenset[int]) -> frozenset[int]:
+    """Those that no stall of the machine made longer, at whatever line it came."""
+    ordered = sorted(iterations, key=lambda i: samples.times_ms[i])
+    return frozenset(ordered[: (len(ordered) + 1) // 2])
 
 
 def _works_itself(samples: Samples, own: frozenset[int]) -> float:

@@ -79,6 +79,25 @@ def test_the_line_that_takes_longer_in_these_iterations():
     assert work.recurring.iterations == frozenset(own)
 
 
+def test_a_window_in_which_most_iterations_are_disturbed_hides_no_period():
+    """Three of five sampled iterations wait for a core, for a time that is as long as the evaluation."""
+    own, draw = evaluations(50, 50, 7), random.Random(3)
+    later = [1.0 + 15.0 * (i in own) + 15.0 * (draw.random() < 0.6) for i in range(50)]
+    (work,) = recurring_work(evaluating([1.0 + 15.0 * (i % 7 == 0) for i in range(50)], later, 7))
+    assert (work.periodic["period"], work.periodic["with_ms"]) == (7, 16.0)
+
+
+def test_a_stall_of_the_machine_is_not_taken_for_the_line():
+    """It comes at another line of one iteration that evaluates, and is longer than all evaluations together."""
+    own = evaluations(50, 50, 5)
+    later = [1.0 + 2.0 * (i in own) + 100.0 * (i == own[3]) for i in range(50)]
+    rank = evaluating([1.0 + 2.0 * (i % 5 == 0) for i in range(50)], later, 5)
+    stalled = rank["sampled"]["starts_us"][own[3]] + 50_000
+    rank["sampled"]["samples"].append((stalled, 0, 100_000.0, 100_000.0))
+    (work,) = recurring_work(rank)
+    assert work.periodic["line"] == CALLS
+
+
 def test_work_that_the_sampler_does_not_slow_costs_what_it_takes():
     """An evaluation that waits takes as long under the sampler, which doubles the other iterations."""
     plain, later = [1.0] * 50, [2.0] * 50
