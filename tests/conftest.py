@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import pickle
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -66,6 +68,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @functools.cache
 def _starts_processes(file: Path) -> bool:
     return re.search("run_ranks|tests.launched|subprocess", file.read_text(encoding="utf-8")) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws does not depend on the tests that its worker ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would keep a stack for CUDA each time
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 def pytest_collection_finish() -> None:

@@ -155,9 +155,9 @@ rerun.rerun(Path({str(record)!r}), 1, None, Path({str(tmp_path / "again")!r}))
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not folder.exists(), "the worktree is removed", 30)
+    wait_until(lambda: not folder.exists(), "the worktree is removed")
     assert str(folder) not in (git(ROOT, "worktree", "list") or "")
-    wait_until(lambda: not Path(f"/proc/{told.read_text()}").exists(), "what it started has ended", 30)
+    wait_until(lambda: not Path(f"/proc/{told.read_text()}").exists(), "what it started has ended")
 
 
 @pytest.mark.parametrize(

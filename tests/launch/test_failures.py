@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.launch.failures import guarded, what_to_install
+from tests.launched import PATIENCE_S
 
 WATCHED = """
 import os
@@ -104,7 +104,7 @@ def under_torchrun(folder: Path, ranks: tuple[str, ...], error: str, *options: s
     (folder / "script.py").write_text(script.format(ranks=ranks, error=error))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", *options, "script.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     return done.stderr
 
@@ -125,11 +125,9 @@ def test_the_last_words_of_torchrun_after_a_bug_are_the_end_of_its_traceback(tmp
 
 
 def test_an_error_of_a_try_that_torchrun_repeats_is_said_by_each_rank(tmp_path):
-    begun = time.monotonic()
     said = under_torchrun(tmp_path, ("0", "1"), "ValueError('--seed is wrong')", "--max-restarts=1")
     assert said.startswith(("rank 0: error: --seed is wrong", "rank 1: error: --seed is wrong"))
     assert said.splitlines()[-2].strip() == "rank 0: error: --seed is wrong"
-    assert time.monotonic() - begun < 120
 
 
 def test_the_last_words_of_torchrun_are_the_error_of_the_rank_that_others_waited_for(tmp_path):

@@ -14,7 +14,7 @@ from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
 from dlrm_bench.bench.run_files import LOG_NAME
 from tests.bench.checkpoints.test_snapshots import in_memory
-from tests.launched import end, forked_launch, ranks_naming, torchrun, wait_until
+from tests.launched import PATIENCE_S, end, forked_launch, ranks_naming, torchrun, wait_until
 
 FLAGS = ["--preset=smoke", "--data.source=random", "--target-auc=None", "--local-batch-size=32"]
 
@@ -85,7 +85,7 @@ def test_torchrun_restarts_the_ranks_after_one_was_killed(tmp_path, memory):
         wait_until(lambda: len(list(memory.glob("samples-*"))) == 2, "two snapshots are taken")
         (rank,) = [pid for pid in ranks_naming(str(memory)) if "RANK=1" in environment(pid)]
         os.kill(rank, signal.SIGKILL)
-        assert process.wait(120) == 0, (tmp_path / "output.txt").read_text()
+        assert process.wait(PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
     finally:
         end([process], str(memory))
     output = (tmp_path / "output.txt").read_text()

@@ -345,7 +345,7 @@ class SlowDisk:
         os.fdatasync = sync
 
 
-SAVES_AT_ITS_END = ["--target-auc", "None", "--iterations", "4", "--checkpoint.every", "4", "--stall-timeout", "3"]
+SAVES_AT_ITS_END = ["--target-auc", "None", "--iterations", "4", "--checkpoint.every", "4", "--stall-timeout", "6"]
 
 
 def launch_saving(data: Path, folder: Path, disk: SlowDisk) -> Ended:
@@ -355,22 +355,21 @@ def launch_saving(data: Path, folder: Path, disk: SlowDisk) -> Ended:
 
 
 def test_a_disk_that_does_not_answer_one_rank_is_a_stall_of_all(data, tmp_path):
-    begun = time.monotonic()
+    """Ranks that waited for the disk would be killed."""
     ended = launch_saving(data, tmp_path, SlowDisk(1, 1000))
-    assert time.monotonic() - begun < 60
     assert ended.statuses == [1, 1], ended
-    stalled = "the training has stalled for 3 s (--stall-timeout): rank 1 saves a checkpoint, after iteration 4"
+    stalled = "the training has stalled for 6 s (--stall-timeout): rank 1 saves a checkpoint, after iteration 4"
     assert any(stalled in output for output in ended.outputs), ended
     assert not list((tmp_path / "saved").glob("samples-*[0-9]"))
 
 
 def test_a_slow_disk_of_one_rank_is_no_stall(data, tmp_path):
-    """Rank 0 waits for longer than --stall-timeout, and sees that rank 1 goes on."""
-    ended = launch_saving(data, tmp_path, SlowDisk(1, 1))
+    """Rank 0 waits for longer than --stall-timeout, and sees that rank 1 goes on, with three pieces."""
+    ended = launch_saving(data, tmp_path, SlowDisk(1, 2.5))
     assert ended.statuses == [0, 0], ended
     kept = read_record(tmp_path / "results" / "x").run["checkpoints"]
     assert kept is not None
-    assert kept["saved"][0]["write_s"] > 3
+    assert kept["saved"][0]["write_s"] > 6
 
 
 @pytest.mark.multi_gpu

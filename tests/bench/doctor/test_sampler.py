@@ -44,7 +44,7 @@ def assert_parts_are_told(stacks: Stacks) -> None:
     (slept, ran_asleep), (computed, ran) = spent_ms(stacks, "loop"), spent_ms(stacks, "compute")
     assert slept > 100  # of 120
     assert ran_asleep < slept / 2
-    assert ran > 0.7 * computed > 20  # of 60
+    assert computed >= ran > 20  # of 60; on a busy machine it computed for longer, most of it without a core
     named = [stacks["frames"][i]["text"] for i in stacks["stacks"][stacks["samples"][3][1]]]
     assert "loop()" in named
 

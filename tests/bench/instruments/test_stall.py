@@ -16,9 +16,10 @@ from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from tests.launched import fork, launch_main, wait, wait_until_training
+from tests.launched import PATIENCE_S, fork, launch_main, wait, wait_until_training
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
+"""Within a sixth of it the store must answer, on a busy machine too."""
 
 
 def dead_mount() -> Iterator[Batch]:
@@ -57,12 +58,12 @@ def training(folder: Path, trouble: str) -> int:
 )
 def test_a_stall_ends_every_rank_that_runs(tmp_path, world_size, trouble, found):
     processes = fork(world_size, tmp_path, training, tmp_path, trouble)
-    processes[0].join(60)
+    processes[0].join(PATIENCE_S)
     if trouble == "stopped":  # torchrun does this
         os.kill(processes[1].pid, signal.SIGKILL)
     ended = wait(processes, tmp_path)
     assert ended.statuses[0] == 1
-    assert f"the training has stalled for 3 s (--stall-timeout): {found}" in ended.outputs[0]
+    assert f"the training has stalled for 6 s (--stall-timeout): {found}" in ended.outputs[0]
     assert (tmp_path / "closed_0").exists()
     if trouble == "reader":
         assert ended.statuses[-1] == 1

@@ -27,12 +27,13 @@ SHORT = [*SMOKE, *UNTIL, "20", "--warmup-iterations", "5"]
 LONG = [*SMOKE, *UNTIL, "1000000"]
 
 
-def ranks_of(run_id: str) -> list[int]:
-    """Process ids of forked ranks: their command line is the fork server's, their output is the run's."""
+def ranks_of(folder: Path) -> list[int]:
+    """Process ids of the forked ranks of the run x in `folder`: their command line is the fork server's, their output
+    is the run's."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if (process / "fd" / "1").readlink().name == f"{run_id}.log":
+            if (process / "fd" / "1").readlink() == folder / "x.log":
                 pids.append(int(process.name))
         except OSError:  # not ours, or ended
             continue
@@ -43,7 +44,7 @@ def while_training(folder: Path, what: Callable[[], None]) -> threading.Thread:
     """Calls `what` from a thread once the run x in `folder` has begun to train."""
 
     def wait() -> None:
-        wait_until_training(folder / "x" / LOG_NAME, lambda: ranks_of("x"))
+        wait_until_training(folder / "x" / LOG_NAME, lambda: ranks_of(folder))
         what()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -99,12 +100,12 @@ def test_a_run_that_fails_says_why(
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGINT)  # a shell's background job ignores it
-    kill = while_training(tmp_path, lambda: os.kill(ranks_of("x")[-1], signal.SIGKILL))
+    kill = while_training(tmp_path, lambda: os.kill(ranks_of(tmp_path)[-1], signal.SIGKILL))
     # torch elastic names one of those that it finds ended: the one that was killed, or one that missed it by then.
     with pytest.raises(FailedError, match=r"failed: rank (1 ended with SIGKILL|0 ended with status 1):"):
         run_forked([*LONG, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log")
     kill.join()
-    assert not ranks_of("x")
+    assert not ranks_of(tmp_path)
     assert signal.getsignal(signal.SIGINT) is handler
 
 
@@ -133,7 +134,7 @@ def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.S
     process = start_ladder(tmp_path)
     while_training(tmp_path, lambda: os.kill(process.pid, number)).join()
     assert wait([process], tmp_path).statuses == [status]
-    assert not ranks_of("x")
+    assert not ranks_of(tmp_path)
     log = (tmp_path / "x" / LOG_NAME).read_text()
     assert '"status": "aborted"' in log
     assert f"stopped by {number.name}" in (tmp_path / "x.log").read_text()
@@ -236,7 +237,7 @@ def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:
     process = start_ladder(tmp_path)
     while_training(tmp_path, process.kill).join()
     assert wait([process], tmp_path).statuses == [-signal.SIGKILL]
-    wait_until(lambda: not ranks_of("x"), "the ranks have ended")
+    wait_until(lambda: not ranks_of(tmp_path), "the ranks have ended")
 
 
 @pytest.mark.gpu

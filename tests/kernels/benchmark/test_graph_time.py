@@ -1,29 +1,28 @@
 """Times of the host's calls; times of graphs need a GPU."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dlrm_bench.kernels.benchmark import graph_time
 from dlrm_bench.kernels.benchmark.graph_time import graph_us, host_us
 
 
 def test_a_call_counts_alone_or_with_the_devices_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's work is what a wait for it takes, from the second one on: the first lies before the calls."""
-    waits: list[float] = []
+    """Seconds of a clock that each call moves on by one, and each wait for the device by 20: the first wait lies before
+    the calls."""
+    clock = [0.0]
 
-    def synchronize() -> None:
-        time.sleep(0.02)
-        waits.append(0.02)
+    def passes(seconds: float) -> None:
+        clock[0] += seconds
 
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    called: list[int] = []
-    alone = host_us(lambda: called.append(1), 10)
-    assert (len(called), len(waits)) == (10, 1)
-    waited = host_us(lambda: called.append(1), 10, wait=True)
-    assert (len(called), len(waits)) == (20, 3)
-    assert alone < 1000
-    assert waited > 2000
+    monkeypatch.setattr(graph_time, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: passes(20.0))
+    assert host_us(lambda: passes(1.0), 10) == 1e6
+    assert clock == [20.0 + 10.0]
+    assert host_us(lambda: passes(1.0), 10, wait=True) == 3e6
+    assert clock == [30.0 + 20.0 + 10.0 + 20.0]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Evaluates after every 7th iteration, for 15 ms."""
+"""Evaluates after every 7th iteration, for 15 ms of CPU time: on a busy machine it goes on for as long."""
 
 import time
 
@@ -13,8 +13,8 @@ labels = torch.randint(0, 2, (64, 1), device=device).float()
 
 
 def evaluate():
-    end = time.perf_counter() + 0.015
-    while time.perf_counter() < end:
+    end = time.thread_time() + 0.015
+    while time.thread_time() < end:
         with torch.no_grad():
             model(dense)
 

@@ -1,4 +1,4 @@
-"""Sleeps for 10 ms where a batch would be read."""
+"""Sleeps for 30 ms where a batch would be read."""
 
 import time
 
@@ -13,7 +13,7 @@ labels = torch.randint(0, 2, (64, 1), device=device).float()
 
 
 def read():
-    time.sleep(0.01)  # planted
+    time.sleep(0.03)  # planted
     return dense
 
 
