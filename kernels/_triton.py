@@ -22,7 +22,21 @@ with contextlib.suppress(ImportError):
 
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, or nothing where Triton is missing: the function is then never called."""
-    return triton.jit(function) if triton is not None else function
+    return jit_of_any()(function)
+
+
+def jit_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """Returns `jit` for kernels that have one binary for all values of these integer parameters.
+
+    Of other integers Triton has a binary for multiples of 16, one for 1 and one for the rest, and loads it when it is
+    first launched; the capture of a CUDA graph may refuse that. So here stand those that are of another kind in each of
+    several graphs, whose work has not run before.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=list(numbers)) if triton is not None else function
+
+    return decorate
 
 
 def cdiv(count: int, size: int) -> int:

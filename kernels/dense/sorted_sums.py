@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels._triton import cdiv, jit_of_any, next_power_of_2, tl
 
 _RUN = 128  # sorted places of a program
 _TILE = 8  # rows that it adds at once
@@ -64,7 +64,7 @@ def triton_sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tenso
         _sorted_sums_merge_kernel[(count,)](keys.starts, out, partials, factor, runs, width, _RUN, num_warps=1)
 
 
-@jit
+@jit_of_any("runs")
 def _sorted_sums_kernel(
     rows, keys, order, starts, out, partials, factor, runs, count,
     width: tl.constexpr, run: tl.constexpr, tile: tl.constexpr,
@@ -95,7 +95,7 @@ def _sorted_sums_kernel(
             tl.store(partials + part.to(tl.int64) * width + column, sums)
 
 
-@jit
+@jit_of_any("runs")
 def _sorted_sums_merge_kernel(starts, out, partials, factor, runs, width: tl.constexpr, run: tl.constexpr):
     """Stores the sums of keys that several runs have, and of those that have no place."""
     key, column = tl.program_id(0), tl.arange(0, width)

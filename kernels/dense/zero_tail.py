@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels._triton import cdiv, jit_of_any, next_power_of_2, tl
 
 _ROWS, _COLUMNS = 16, 512
 _PROGRAMS = 264
@@ -33,7 +33,7 @@ def triton_zero_tail(out: Tensor, end: Tensor) -> None:
     _zero_tail_kernel[grid](out, end, out.stride(0), rows, columns, _ROWS, block)
 
 
-@jit
+@jit_of_any("rows")
 def _zero_tail_kernel(out, end, row, rows, columns, tile: tl.constexpr, block: tl.constexpr):
     column = tl.program_id(1) * block + tl.arange(0, block)
     first = tl.load(end) + tl.program_id(0) * tile

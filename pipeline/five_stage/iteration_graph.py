@@ -247,7 +247,8 @@ class IterationGraph:
         """Distributes a batch now where no graph has done it."""
         if self._is_placed(now):
             return
-        self._streams.wait(now.copied)
+        for event in (now.copied, now.distributed):  # what an eager iteration has begun of it reads the batch too
+            self._streams.wait(event)
         turn, distribution = 1 - self._turn, self._input_dists.new()
         with self._overflows.told(turn):
             distribution.advance(now.features, "features")

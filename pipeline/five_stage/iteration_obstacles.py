@@ -40,6 +40,8 @@ def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
             return reasons.PROCESSOR_HOOKS(module=one.name)
         if waiting := one.collection.reading_features():
             return reasons.READS_SIZES(module=one.name, features=", ".join(waiting))
+        if getattr(one.collection, "validates", False):
+            return reasons.VALIDATES(module=one.name)
         if getattr(one.collection, "gives_ids", False):
             return reasons.GIVES_IDS(module=one.name)
     whys = (_of_kernel(name, kernel) for name, kernel in lookup_kernels(modules))

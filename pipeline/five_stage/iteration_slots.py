@@ -15,6 +15,7 @@ from torchrec.distributed.embedding_types import KJTList
 from .batch_fields import leaves, map_fields, parts_of
 from .batch_forms import BatchForm
 from .captured import FeaturesRead
+from .feature_processors import with_weights
 from .input_dist import Distribution
 
 TURNS = 2
@@ -47,12 +48,17 @@ class Staging:
         of_form = zip(form.used(kjts), form.vary, strict=True)
         own = {id(kjt): _over(kjt, lengths_too=varies) for kjt, varies in of_form}
         self._form = form
-        self.features = [own[id(kjt)] for kjt in features]
-        """The KJT of each module."""
+        self._features = [own[id(kjt)] for kjt in features]
         self.fields = [torch.zeros_like(field) for field in _tensors(rest)]
         self._memory = [*self.fields, *self._of_kjts(list(own.values()))]
         self.holds: Any = None
         """Whose batch is in it."""
+
+    @property
+    def features(self) -> list[KeyedJaggedTensor]:
+        """Returns the KJT of each module, see `_again`."""
+        again = {id(kjt): _again(kjt) for kjt in self._features}
+        return [again[id(kjt)] for kjt in self._features]
 
     def fill(self, batch: Any) -> None:
         """Copies a batch on the device, on the current stream."""
@@ -92,17 +98,21 @@ class Slot:
         self.contexts = [_own_context(context) for context in distribution.contexts]
         """TorchRec's, for each module's compute_and_output_dist."""
         self._varying = [list(of_module) for of_module in varying]
-        self.features = [
+        self._features = [
             KJTList([_over(kjt, lengths_too=i in vary, offsets_too=i in vary) for i, kjt in enumerate(of)])
             for of, vary in zip(distribution.features, self._varying, strict=True)
         ]
-        """Features that each module looks up."""
         self.holds: Any = None
         """Whose batch is in it."""
 
+    @property
+    def features(self) -> list[KJTList]:
+        """Returns the features that each module looks up, see `_again`."""
+        return [KJTList([_again(kjt) for kjt in of]) for of in self._features]
+
     def fill(self, fields: Sequence[Tensor], distribution: Distribution) -> None:
         """Copies a batch and what its input dist has made, on the current stream."""
-        into = [*self._fields, *self._of(self.features), *_lengths(self.contexts)]
+        into = [*self._fields, *self._of(self._features), *_lengths(self.contexts)]
         copy_by_type(into, [*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
 
     def _of(self, features: Sequence[KJTList]) -> list[Tensor]:
@@ -164,6 +174,12 @@ def _over(kjt: KeyedJaggedTensor, lengths_too: bool = False, offsets_too: bool =
         length_per_key=kjt.length_per_key_or_none(),
         offset_per_key=kjt.offset_per_key_or_none(),
     )
+
+
+def _again(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns another KJT over the same memory. A KJT keeps what is computed when somebody asks for it, to_dict() its
+    offsets for one: if that was within a capture, in memory of that graph alone, which others must not read."""
+    return with_weights(kjt, kjt.weights_or_none())
 
 
 def _empty_like(leaf: Any) -> Any:

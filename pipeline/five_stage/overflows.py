@@ -9,6 +9,10 @@ import torch
 
 from .sharded_modules import Sharded
 
+_POLL_S = 20e-6
+_POLL_SHARE = 1 / 8
+"""Share of the wait so far that passes from one look to the next: a long wait takes few."""
+
 
 class Overflows:
     """The overflows of the batches in slots, the same on all ranks.
@@ -49,7 +53,11 @@ class Overflows:
         self._numbers[slot] = self._launched
 
     def of(self, slot: int) -> bool:
-        """Returns whether the batch in a slot has overflowed; waits for its input dist, but for nothing after it."""
+        """Returns whether the batch in a slot has overflowed; waits for its input dist, but for nothing after it.
+        RuntimeError where the device has failed: it writes nothing then, and only a question to it says so."""
+        began = time.monotonic()
         while (word := int(self._told[slot])) // 2 != self._numbers[slot]:
-            time.sleep(0)
+            if torch.cuda.is_initialized():
+                torch.cuda.current_stream().query()
+            time.sleep(max(_POLL_S, _POLL_SHARE * (time.monotonic() - began)))
         return bool(word % 2)

@@ -172,11 +172,9 @@ class FiveStagePipeline(Generic[In, Out]):
             self._thread.close(wait=not self._failed)
         self._closed = True
         self._incoming.drop()
-        if self._by_graph is not None:
-            self._by_graph.close()
         trimmed = [one.collection for one in self._modules if self._trained and hasattr(one.collection, "graphed")]
-        for graphed in (self._graph, self._graphed_update, *trimmed):
-            if graphed is not None and not self._failed:
+        for graphed in (self._by_graph, self._graph, self._graphed_update, *trimmed):
+            if graphed is not None and not self._failed:  # which waits for the device
                 graphed.close()
 
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
@@ -208,9 +206,10 @@ class FiveStagePipeline(Generic[In, Out]):
                     return (self._whole_iteration(self._by_graph, now, ahead, batches),)
                 if self._by_graph.failure is not None:
                     self._no_iteration(why)
-                self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
             if inside:
                 self._zero_grad()
+        if self._whole:
+            self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
         self._input_dist(now, "features")
         distributing = self._launch_input_dist(ahead)
         self._incoming.copy(batches)

@@ -36,6 +36,9 @@ READS_SIZES = Reason(
     "the input dist of {features} of {module} depends on the ids: declare the sizes of all features to the sharder, "
     "plan tables table-wise, column-wise or data-parallel, or give those of bags that are split by rows a row_capacity"
 )
+VALIDATES = Reason(
+    "{module} looks at every length of every batch, which reads the device: leave out TrimmedEBCSharder's validate=True"
+)
 GIVES_IDS = Reason("{module} gives ids with its vectors (need_indices): give the model what it needs of them")
 VARIABLE_BATCH = Reason("batch sizes differ between the features of {module}: give all of them one size")
 UNDECLARED = Reason(
@@ -128,7 +131,7 @@ SECTIONS = (
         "Modules, inputs and tables",
         'An error before training; under `cuda_graph="iteration-or-dense"` a graph of the dense part alone.',
         (
-            *(NOT_TRIMMED, PROCESSED_ROWS, PROCESSOR_HOOKS, READ_PAST, READS_SIZES, GIVES_IDS),
+            *(NOT_TRIMMED, PROCESSED_ROWS, PROCESSOR_HOOKS, READ_PAST, READS_SIZES, VALIDATES, GIVES_IDS),
             *(VARIABLE_BATCH, UNDECLARED, OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, STEPS_STAY, ROUNDS_AT_RANDOM),
             RATE_MOVES,
         ),

@@ -18,6 +18,8 @@ from dlrm_bench.pipeline.static_sequences.room import Agreement, Asked, IdRoom, 
 
 EAGER = 3
 """Iterations before the first capture: NCCL and cuBLAS set themselves up in them."""
+_EAGER_AGAIN = 1
+"""Iterations before the first capture of a larger space: kernels of its numbers of ids are loaded in it."""
 _SETTLED = 8
 """Batches without a larger space after which rooms are captured before a batch needs them: from a tenth more tokens
 than any batch had down to half of these."""
@@ -29,10 +31,10 @@ class Lane:
     that. All ranks have the same number of batches, and all run them in the same room.
 
     A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a larger space
-    is allocated, which is captured again. A room for tokens is captured when a batch first needs it, later with others
-    around it. Graphs share memory: the memory that a large one frees holds a smaller one, not the other way round, so
-    a room larger than all before makes the graphs begin anew. A batch with more rows of one rank than ranks exchange
-    runs eagerly, on all ranks (SequenceTables.eager_rows).
+    is allocated, which is captured again after an eager iteration. A room for tokens is captured when a batch first
+    needs it, later with others around it. Graphs share memory: the memory that a large one frees holds a smaller one,
+    not the other way round, so a room larger than all before makes the graphs begin anew. A batch with more rows of one
+    rank than ranks exchange runs eagerly, on all ranks (SequenceTables.eager_rows).
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Lane:
         self.space = new_space(room)
         self._numbers: dict[tuple[int, int], int] = {}
         self._coming: deque[tuple[Prepared, Asked]] = deque()
-        self._executed = self._settled = 0
+        self._eager, self._settled = EAGER, 0
         self._largest = self._most = 0
         """The largest room of the graphs, and of all batches."""
         self._captured_down = False
@@ -168,6 +170,7 @@ class Lane:
 
     def _grow(self, room: IdRoom) -> None:
         self._forget()
+        self._eager = max(self._eager, _EAGER_AGAIN)
         self._settled = self._largest = 0
         self._captured_down = False
         if torch.cuda.is_initialized():
@@ -183,9 +186,9 @@ class Lane:
         self._numbers.clear()
 
     def _execute(self, slot: int, room: int) -> None:
-        self._executed += 1
         self._settled += 1
-        if self.graphs is None or self._executed <= EAGER:
+        if self.graphs is None or self._eager > 0:
+            self._eager -= 1
             self._work(self.space, slot, room)
         else:
             self.graphs.run(self._number(self.graphs, slot, room))

@@ -81,6 +81,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         """The numbers of ids that were declared."""
         return Sizes(self._multi_hot_sizes)
 
+    @property
+    def validates(self) -> bool:
+        """Whether every batch is looked at, on the host."""
+        return self._validate
+
     def trimmed_features(self) -> dict[str, list[str]]:
         """Features by what their input dist is: "static", "dynamic" or TorchRec's own ("torchrec"); of the last two
         those that have a capacity within `by_capacity` ("capacity").

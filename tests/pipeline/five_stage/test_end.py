@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import dlrm_bench.pipeline.five_stage.pipeline
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import GPU_PLACES
-from tests.pipeline.cpu_graphs import dense_graph_on_cpu
-from tests.pipeline.five_stage.torchrec_models import batches, build, drain
+from tests.pipeline.cpu_graphs import dense_graph_on_cpu, iteration_graph_on_cpu
+from tests.pipeline.five_stage.torchrec_models import HOT, batches, build, drain
 
 TIMEOUT = 600  # seconds, after which a rank that hangs is killed
 ALL_ON = FiveStageOptions(cuda_graph="dense", launch_threads=2)
@@ -106,6 +108,35 @@ def interrupt(ranks: Ranks) -> None:
 
 def test_an_error_between_calls_comes_through(run_ranks):
     run_ranks(1, interrupt)
+
+
+def replay_in_a_block(trainer: Any, data: Iterator[Any], graphs: list[Any], error: type[BaseException]) -> int:
+    """How many graphs of iterations are destroyed, which waits for the device, where `error` ends the block."""
+    destroyed: list[Any] = []
+    try:
+        with trainer:
+            while not trainer.describe().get("replays"):
+                trainer.progress(data)
+            for graph in graphs:
+                graph.reset = partial(destroyed.append, graph)
+            raise error
+    except error:
+        return len(destroyed)
+
+
+def interrupt_whole(ranks: Ranks) -> list[int]:
+    signal.alarm(TIMEOUT)
+    graphs, counts = iteration_graph_on_cpu(), []
+    for error in (KeyboardInterrupt, UserError):
+        model, optimizer = build(ranks, "TW", sharder=TrimmedEBCSharder(HOT))
+        trainer = FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="iteration"))
+        counts.append(replay_in_a_block(trainer, iter(batches(ranks, 9, fixed=True)), graphs, error))
+        graphs.clear()
+    return counts
+
+
+def test_an_interrupt_waits_for_no_graph_of_an_iteration(run_ranks):
+    assert run_ranks(1, interrupt_whole) == [[0, 2]]
 
 
 def leave(ranks: Ranks) -> None:

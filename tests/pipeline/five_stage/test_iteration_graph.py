@@ -242,6 +242,31 @@ def test_evaluation_and_ends_of_data(run_ranks):
     run_ranks(2, in_between)
 
 
+def held_streams(ranks: Ranks) -> list[list[str]]:
+    """Side streams that wait for the caller's, by call after a replay: an evaluation's, a replayed one."""
+    prepare(ranks)
+    data, held = iter(batches(ranks, 20, fixed=True)), list[list[str]]()
+    model, optimizer = build(ranks, "TW", sharder=TrimmedEBCSharder(HOT))
+    with FiveStagePipeline(model, optimizer, ranks.device, WHOLE) as pipeline:
+        while not pipeline.describe().get("replays"):
+            pipeline.progress(data)
+        for train in (False, True, True):
+            names: list[str] = []
+            pipeline._streams.hold = lambda name, after, names=names: names.append(name)  # type: ignore[method-assign]
+            model.train(train)
+            pipeline.progress(data)
+            held.append([*names])
+        assert pipeline.describe()["replays"] == 3
+    return held
+
+
+def test_collectives_of_an_evaluation_come_after_those_of_the_last_graph(run_ranks):
+    # With every call those who read memory that it lets go of; the first batch after the evaluation is distributed
+    # without a graph too.
+    released = ["input_dist", "copy"]
+    assert run_ranks(1, held_streams) == [[[*released, "input_dist"], [*released, "input_dist"], released]]
+
+
 # What is refused
 
 

@@ -19,7 +19,17 @@ from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from dlrm_bench.pipeline.five_stage.table_steps import COUNTING
 from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
-from tests.pipeline.five_stage.any_models import LONGEST, PLANS, RW, TW, Everything, Sequence, build, sequences
+from tests.pipeline.five_stage.any_models import (
+    LONGEST,
+    PLANS,
+    RW,
+    TW,
+    Everything,
+    Sequence,
+    TwoTower,
+    build,
+    sequences,
+)
 
 BAGS = dict.fromkeys(("u0", "u1", "i0", "i1", "w0", "w1"), 3)
 LENGTHS = dict.fromkeys(("history", "context"), LONGEST)
@@ -73,6 +83,9 @@ def whys(ranks: Ranks) -> dict[str, str | None]:
     found["processed has feature processors and tables split by rows"] = why_no_iteration(
         [one for one in sharded_modules(by_rows) if one.has_processors]
     )
+    validating: dict[type, Any] = {EmbeddingBagCollection: TrimmedEBCSharder(BAGS, validate=True)}
+    validated, _ = build(ranks, TwoTower, PLANS["TW"], sharders=validating)
+    found["user.tables looks at every length"] = why_no_iteration(sharded_modules(validated))
     return found
 
 

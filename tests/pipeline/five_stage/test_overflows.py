@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torchrec.distributed import TrainPipelineSparseDist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage.overflows import Overflows
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import CPU_PLACES, GPU_PLACES
@@ -88,6 +89,22 @@ def test_batches_with_more_ids_than_room_run_eagerly_on_all_ranks(
 def test_overflows_are_told_by_a_gpu(run_ranks: Callable[..., Any], world_size: int, gpu: bool) -> None:
     for described in run_ranks(world_size, overflowing, (7, 9, 10), (1,), ON_GPU, gpu=gpu):
         assert described["eager"] == {reasons.OVERFLOW(): 3}
+
+
+def test_a_device_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never writes the word that the host looks for."""
+
+    class Failed:
+        def query(self) -> NoReturn:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    overflows = Overflows([], slots=2, device=torch.device("cpu"))
+    overflows.launched(1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Failed)
+    assert not overflows.of(0)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        overflows.of(1)
 
 
 def two_towers() -> any_models.Loss:

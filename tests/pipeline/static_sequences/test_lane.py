@@ -72,12 +72,23 @@ def test_rooms_are_captured_down_from_a_margin_once_spaces_have_settled() -> Non
     assert rooms_of(graphs)[0] == (0, room_for_tokens(int(1.1 * room_for_tokens(4000))))
 
 
-def test_a_larger_space_forgets_all() -> None:
+def test_a_larger_space_forgets_all_and_begins_with_an_eager_iteration() -> None:
     lane_, graphs = made()
     for _ in range(EAGER + 1):
         lane_._execute(0, 1024)
     lane_._grow(IdRoom(16, 16, 16))
+    lane_._execute(0, 512)
+    assert graphs.works == []
+    lane_._execute(1, 512)
+    assert rooms_of(graphs) == [(1, 512), (0, 512)]
+    assert lane_.room == IdRoom(16, 16, 16)
+
+
+def test_a_larger_space_takes_none_of_the_first_eager_iterations() -> None:
+    lane_, graphs = made()
+    lane_._grow(IdRoom(16, 16, 16))
+    for _ in range(EAGER):
+        lane_._execute(0, 512)
     assert graphs.works == []
     lane_._execute(0, 512)
     assert rooms_of(graphs) == [(0, 512), (1, 512)]
-    assert lane_.room == IdRoom(16, 16, 16)
