@@ -206,6 +206,8 @@ class _Lookup(torch.autograd.Function):
 
 
 def _linear(starts: Tensor, indices: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+    for cache in (cache for cache in _caches if cache.kernel.cache_hash_size_cumsum is starts):
+        cache.note(cache, "fetch", "tensor", indices, False)
     features = len(starts) - 1
     ends = offsets[:: (len(offsets) - 1) // features].tolist()
     parts = [indices[ends[f] : ends[f + 1]].long() + starts[f] for f in range(features)]
