@@ -36,7 +36,7 @@ from .sharded_modules import Sharded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchedRows:
-    """What a cache holds for one batch, until its lookup."""
+    """Rows that a cache holds for one batch, until its lookup."""
 
     kernel: Any
     locations: Tensor
@@ -46,7 +46,7 @@ class FetchedRows:
 
     @property
     def stands(self) -> bool:
-        """Nobody has used or emptied the cache since."""
+        """Whether nobody has used or emptied the cache since."""
         return self.at == _clocks(self.kernel)
 
     def give(self) -> None:
@@ -60,7 +60,7 @@ class FetchedRows:
 
 
 class CachedTables:
-    """Those of all sharded modules that are fetched ahead. Nothing of the modules stays changed."""
+    """Tables of all sharded modules that are fetched ahead. Nothing of the modules stays changed."""
 
     def __init__(self, modules: Sequence[Sharded], group: dist.ProcessGroup, device: torch.device) -> None:
         """Collective over `group`, whose ranks launch input dists in one order, with tables of this kind or without."""
@@ -126,10 +126,10 @@ class _Group:
     """Tables of one kernel."""
 
     lookup: int
-    """Which of the KJTs of its module's input dist has the features."""
+    """Index of the KJT, among those of its module's input dist, that has the features."""
     splits: list[int]
     index: int
-    """Which of the KJT's parts by `splits`."""
+    """Index among the KJT's parts by `splits`."""
     pooled: bool
     kernel: Any
 
@@ -146,7 +146,7 @@ def _groups(one: Sharded) -> Iterator[_Group]:
 
 
 def _fetches_ahead(kernel: Any) -> bool:
-    """Without prefetch_pipeline the kernel fetches rows within its lookup."""
+    """Whether the kernel has a cache and is not left to fetch rows within its lookup."""
     of_fbgemm = isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
     return of_fbgemm and kernel.prefetch_pipeline and kernel.lxu_cache_weights.numel() > 0
 

@@ -26,4 +26,4 @@ class InFlight(Generic[In]):
     where it has none, or ranks have different ones."""
     distributed: torch.cuda.Event | None = field(default=None)
     rows: list[FetchedRows] = field(default_factory=list)
-    """What caches hold for it, from the fetch to the lookup."""
+    """Rows that caches hold for it, from the fetch to the lookup."""

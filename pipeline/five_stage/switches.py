@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class Switches:
-    """Those of one pipeline."""
+    """Switches of one pipeline that are off."""
 
     def __init__(self) -> None:
         self.off: dict[str, str] = {}
-        """Why, by option."""
+        """Reasons by option."""
         self.alike = True
         """Whether all ranks have the same reasons, as at construction: rank 0 speaks for them."""
 
