@@ -109,6 +109,24 @@ def _twice(name: str, *flags: str) -> tuple[Rung, Rung]:
     return Rung(f"{name}-a", flags), Rung(f"{name}-b", flags, "Nothing: the same thing again.")
 
 
+def _cached(share: str) -> tuple[Rung, ...]:
+    """Returns rungs with this share of each table's rows on the GPU, by FUSED_UVM_CACHING; plans as stock's."""
+    cached = (*_TF32, "--constraints", f"0-25=hbm:{share}")
+    switches = (flag for s in _SWITCHES if s.name not in ("launch-threads", "trim-input-dist") for flag in s.flags)
+    return (
+        Rung(
+            f"stock-prefetch-{share}",
+            (*cached, "--schedule", "prefetch-sparse-dist"),
+            "Reads of missing rows within the lookup, by TorchRec's PrefetchTrainPipelineSparseDist.",
+        ),
+        Rung(
+            f"five-stage-prefetch-{share}",
+            ("--pipeline", "five-stage", *switches, *cached),
+            "The host's work around a prefetch that begins before the dense part is launched, not after its forward.",
+        ),
+    )
+
+
 _READING = (*_FULL[-1].flags, "--data.source")
 
 LADDERS: dict[str, tuple[Rung, ...]] = {
@@ -150,6 +168,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         ),
         Rung("all-on-the-gpu", _FULL[-1].flags, "Host memory: all rows are on the GPU."),
     ),
+    "cached-tables": (*_cached("0.5"), *_cached("0.2")),
     "dynamic-rows": (
         _FULL[-1],
         Rung(

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torchrec import KeyedJaggedTensor
 
+from .cached_tables import FetchedRows
 from .input_dist import Distribution
 
 In = TypeVar("In")
@@ -24,3 +25,5 @@ class InFlight(Generic[In]):
     """The number of the form that it has, on all ranks, of those that graphs of whole iterations are made for; None
     where it has none, or ranks have different ones."""
     distributed: torch.cuda.Event | None = field(default=None)
+    rows: list[FetchedRows] = field(default_factory=list)
+    """Rows that caches hold for it, from the fetch to the lookup."""

@@ -1,17 +1,15 @@
 """A training pipeline for TorchRec models in the place of TrainPipelineSparseDist, made to cost the host little.
 
 1 input dist               of batch i+1, beside stages 2 to 5 of batch i; batch i+2 is copied to the device meanwhile
-2 embedding forward        lookup and all-to-all of the pooled vectors
+2 embedding forward        lookup and all-to-all of the pooled vectors; cached_tables.py has what comes after it
 3 dense forward/backward   everything else in the model's forward, the loss, and the backward down to the pooled vectors
 4 embedding backward       all-to-all of their gradient and the fused table update
 5 dense update             the user's optimizer, beside 4
 """
 
-import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
 from .batch_end import BatchEnd
+from .cached_tables import CachedTables
 from .dense_graph import DenseGraph
 from .dense_update import DenseUpdate
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
@@ -37,13 +36,12 @@ from .options import FiveStageOptions, few_queues
 from .replicated_tables import ReplicatedTables
 from .sharded_modules import find_inputs, sharded_modules
 from .streams import StageStreams, stage
+from .switches import Switches
 
 __all__ = ["FiveStageOptions", "FiveStagePipeline"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-
-logger = logging.getLogger(__name__)
 
 _DEFAULTS = FiveStageOptions()
 
@@ -75,10 +73,10 @@ class FiveStagePipeline(Generic[In, Out]):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
-        self._off: dict[str, str] = {}
+        self._switches = Switches()
         self._modules = sharded_modules(model)
         self._lookups: Lookups | None = None
-        self._streams = StageStreams(device)
+        self._streams = StageStreams(device, records=not options.avoid_record_streams)
         ranks = dist.get_process_group_ranks(model._env.process_group)
         processed = any(one.has_processors for one in self._modules)
         self._update_last = processed or any(steps_on(optimizer, one.module) for one in self._modules)
@@ -95,7 +93,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._graph: DenseGraph | None = None
         self._graphed_update: DenseUpdate | None = None
         self._say_what_is_off()
-        graphed = options.cuda_graph != "none" and "cuda_graph" not in self._off
+        graphed = options.cuda_graph != "none" and "cuda_graph" not in self._switches.off
         self._by_graph: IterationGraph | None = None
         self._whole = graphed and options.graphs_iterations
         self._processors = FeatureProcessors(self._modules, apart=graphed, captured=self._whole)
@@ -103,6 +101,8 @@ class FiveStagePipeline(Generic[In, Out]):
         if self._whole and (why := why_no_iteration(self._modules)) is not None:
             self._no_iteration(why)
         self._replicated = ReplicatedTables(self._modules if self._whole else ())
+        self._caches = CachedTables(self._modules, model._env.process_group, device)
+        self._fetched: torch.cuda.Event | None = None
         if graphed:
             sharded = [one.module for one in self._modules]
             within = [*self._processors.parameters, *self._replicated.parameters]
@@ -112,7 +112,7 @@ class FiveStagePipeline(Generic[In, Out]):
         # DistributedDataParallel reduces their gradients with all others: stages 3 and 4 are one backward then.
         self._joined = processed and not graphed
         if (why := few_queues(options, device.type)) is not None:
-            self._warn("%s", why)
+            self._switches.warn("%s", why)
         self._updated: torch.cuda.Event | None = None
         self._failed = self._closed = self._trained = False
 
@@ -157,7 +157,7 @@ class FiveStagePipeline(Generic[In, Out]):
         if self._graphed_update is not None and self._graphed_update.why_not is not None:
             why.append(f"the dense update: {self._graphed_update.why_not}")
         said = "; ".join(filter(None, why))
-        return {**self._off, "cuda_graph": said} if said else dict(self._off)
+        return {**self._switches.off, "cuda_graph": said} if said else dict(self._switches.off)
 
     def describe(self) -> dict[str, Any]:
         """Returns, for cuda_graph="iteration", what the graph holds, how often it was captured and replayed, and what
@@ -171,6 +171,9 @@ class FiveStagePipeline(Generic[In, Out]):
             # After a failure the thread may be in a collective that no other rank enters.
             self._thread.close(wait=not self._failed)
         self._closed = True
+        if not self._failed:
+            for of in self._incoming.in_flight:
+                self._caches.drop(of.rows)
         self._incoming.drop()
         trimmed = [one.collection for one in self._modules if self._trained and hasattr(one.collection, "graphed")]
         for graphed in (self._by_graph, self._graph, self._graphed_update, *trimmed):
@@ -214,9 +217,12 @@ class FiveStagePipeline(Generic[In, Out]):
         distributing = self._launch_input_dist(ahead)
         self._incoming.copy(batches)
         outputs = self._embedding_forward(now)
+        if self._caches and ahead is not None:
+            self._fetch(ahead, distributing)
         output, grads = self._dense_forward_backward(now, outputs, train)
         if ahead is not None and distributing is None:
             self._input_dist(ahead, "values")
+        self._streams.wait(self._fetched)
         if train:
             self._update(outputs, grads)
         if distributing is not None:
@@ -263,8 +269,7 @@ class FiveStagePipeline(Generic[In, Out]):
         if of.distribution.done:
             return
         with stage("input_dist", self._device), self._streams.on("input_dist", after=of.copied):
-            if not self._options.avoid_record_streams and self._streams.cuda:
-                cast(Any, of.batch).record_stream(self._streams.current())
+            self._streams.record(of.batch)
             of.distribution.advance(of.features, until)
             of.distributed = self._streams.mark("input_dist")
 
@@ -273,12 +278,28 @@ class FiveStagePipeline(Generic[In, Out]):
             self._streams.wait(now.distributed)
             distribution = now.distribution
             assert self._lookups is not None
-            if not self._options.avoid_record_streams and self._streams.cuda:
-                for crossing in (cast(Any, now.batch), *distribution.contexts, *distribution.features):
-                    crossing.record_stream(self._streams.current())
-            with self._replicated.looked_up() if self._model.training else nullcontext():
-                awaited = self._processors.look_up(self._lookups.called, distribution.contexts, distribution.features)
+            self._streams.record(now.batch, *distribution.contexts, *distribution.features)
+            called, train = self._lookups.called, self._model.training
+            with (
+                self._replicated.looked_up() if train else nullcontext(),
+                self._caches.looked_up(called, now.rows, train),
+            ):
+                awaited = self._processors.look_up(called, distribution.contexts, distribution.features)
+            if self._caches:
+                self._streams.hold("fetch", self._streams.mark())
             return EmbeddingOutputs(self._lookups.names, [output.wait() for output in awaited])
+
+    def _fetch(self, ahead: InFlight[In], distributing: "Future[None] | None") -> None:
+        """Fetches rows of the next batch into caches, for which the host waits here for its input dist. The caches may
+        be used again after `_fetched`; cached_tables.py tells the order."""
+        if distributing is not None:
+            distributing.result()
+        self._input_dist(ahead, "features")
+        assert self._lookups is not None
+        with stage("fetch", self._device), self._streams.on("fetch", after=ahead.distributed):
+            self._streams.record(*ahead.distribution.features)
+            ahead.rows = self._caches.fetch(self._lookups.called, ahead.distribution.features)
+            self._fetched = self._streams.mark("fetch")
 
     def _dense_forward_backward(
         self, now: InFlight[In], outputs: EmbeddingOutputs, train: bool
@@ -291,10 +312,12 @@ class FiveStagePipeline(Generic[In, Out]):
             if self._graph is not None:
                 result = self._graph.forward_backward(now.batch, features, lookups, outputs)
                 if self._graph.failure is not None:
-                    self._switch_off("cuda_graph", f"the dense part cannot be captured: {self._graph.failure}")
+                    self._switches.switch_off("cuda_graph", f"the dense part cannot be captured: {self._graph.failure}")
                 return result
             leaves = outputs if self._joined else outputs.leaves()
             losses, output = lookups.call(self._model, now.batch, features, leaves)
+            if self._joined:
+                self._streams.wait(self._fetched)
             torch.sum(losses, dim=0).backward()
             return output, [] if self._joined else leaves.grads
 
@@ -328,11 +351,12 @@ class FiveStagePipeline(Generic[In, Out]):
     def _find_inputs(self, first: InFlight[In]) -> None:
         self._streams.wait(first.copied)
         paths = find_inputs(self._model.module, self._modules, first.batch, self._device)
-        self._lookups = Lookups(self._modules, list(paths))
+        self._lookups, self._switches.alike = Lookups(self._modules, list(paths)), False
         self._input_dists.modules = self._lookups.called
         self._incoming.found(type(first.batch), list(paths.values()))
         if self._options.pinned_d2h and any(kjt.variable_stride_per_key() for kjt in first.features):
-            self._switch_off("pinned_d2h", "batch sizes differ between features, which TorchRec's input dist reads")
+            varied = "batch sizes differ between features, which TorchRec's input dist reads"
+            self._switches.switch_off("pinned_d2h", varied)
         if self._whole:
             assert self._graph is not None
             dense, group = self._graph, self._model._env.process_group
@@ -344,23 +368,15 @@ class FiveStagePipeline(Generic[In, Out]):
     # Switches that are off
 
     def _say_what_is_off(self) -> None:
-        options, on_cpu = self._options, self._device.type != "cuda"
-        if options.avoid_record_streams and on_cpu:
-            self._off["avoid_record_streams"] = f"there are no streams on {self._device}"
-        if options.pinned_d2h and on_cpu:
-            self._off["pinned_d2h"] = (
-                f"{self._device} is the host: splits are exchanged in the same way, but nothing is pinned"
-            )
+        options = self._options
+        self._switches.on_host(options, self._device)
         not_graphed = why_not_graphed(self._model, self._modules, self._device)
         if options.cuda_graph != "none" and not_graphed is not None:
-            if options.cuda_graph == "iteration" and not on_cpu:
+            if options.cuda_graph == "iteration" and self._device.type == "cuda":
                 raise ValueError(refusal(not_graphed))
-            self._switch_off("cuda_graph", not_graphed)
+            self._switches.switch_off("cuda_graph", not_graphed)
         if options.launch_threads == 2 and not self._update_on_thread:
-            why = "clips by a norm over all ranks, whose collectives must keep their order with those of the backward"
-            if self._update_last:
-                why = "steps on what the embedding backward makes gradients for"
-            self._switch_off("launch_threads", f"the second thread launches input dists only: the optimizer {why}")
+            self._switches.half_a_thread(self._update_last)
 
     def _no_iteration(self, why: str) -> None:
         """Goes on with a graph of the dense part, where that is what the options say, and ValueError otherwise."""
@@ -373,26 +389,10 @@ class FiveStagePipeline(Generic[In, Out]):
             self._graph.own_graphs = True
             self._graph_update()
         self._not_whole = f"for whole iterations, and on for the dense part: {why}"
-        self._warn("cuda_graph is off %s", self._not_whole)
+        self._switches.warn("cuda_graph is off %s", self._not_whole)
 
     def _graph_update(self) -> None:
         assert self._graph is not None
         self._graphed_update = DenseUpdate(self._optimizer, self._graph.parameters, self._device)
         if (why := self._graphed_update.why_not) is not None:
-            self._warn("cuda_graph is off for the dense update: %s", why)
-
-    def _switch_off(self, option: str, why: str) -> None:
-        """Says it once: on rank 0, or where a rank alone has this reason, there."""
-        if option not in self._off:
-            self._off[option] = why
-            self._warn("%s is off: %s", option, why)
-
-    def _warn(self, message: str, *arguments: str) -> None:
-        if dist.get_rank() == 0 or self._lookups is not None:
-            _warn_once(message, *arguments)
-
-
-@cache
-def _warn_once(message: str, *arguments: str) -> None:
-    """Says it once a process, whose pipelines for training and for evaluation have mostly the same to say."""
-    logger.warning(message, *arguments)
+            self._switches.warn("cuda_graph is off for the dense update: %s", why)

@@ -11,8 +11,10 @@ from torch.profiler import record_function
 class StageStreams:
     """Side streams beside the caller's current one, which the pipeline does not choose."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, records: bool = False) -> None:
+        """records: whether `record` does anything."""
         self._device, self.cuda = device, device.type == "cuda"
+        self._records = records and self.cuda
         self._side = _side_streams(device) if self.cuda else {}
 
     def on(self, name: str, after: torch.cuda.Event | None = None) -> AbstractContextManager[None]:
@@ -35,6 +37,12 @@ class StageStreams:
         if event is not None:
             self.current().wait_event(event)
 
+    def record(self, *crossing: Any) -> None:
+        """Tells the allocator that the current stream reads these, batches or what TorchRec made of them."""
+        if self._records:
+            for one in crossing:
+                one.record_stream(self.current())
+
     def stream(self, name: str) -> "torch.cuda.Stream | None":
         """Returns side stream `name`; None on the CPU."""
         return self._side.get(name)
@@ -49,7 +57,7 @@ def _side_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
     """Returns the side streams, the same for all pipelines of a process: torch gives out 32 streams a priority in turn,
     and after these a new one would be that of some communicator (see groups.own_group)."""
     # Small kernels that the next iteration waits for go before the large ones with which this iteration fills the GPU.
-    priorities = {"copy": -1, "input_dist": -1, "dense_update": 0, "iteration": 0}
+    priorities = {"copy": -1, "input_dist": -1, "fetch": 0, "dense_update": 0, "iteration": 0}
     return {name: torch.cuda.Stream(device, priority=priority) for name, priority in priorities.items()}
 
 

@@ -46,8 +46,13 @@ class TorchRecModelOptions:
 
     @property
     def prefetches(self) -> bool:
-        """Whether caches of tables in host memory are filled a batch ahead: not but by one of TorchRec's schedules."""
+        """Whether caches of tables in host memory are filled a batch ahead."""
         return False
+
+    @property
+    def _host_memory_needs_gpu(self) -> str | None:
+        word = self.in_host_memory()
+        return None if word is None else f"{FLAG} {word} needs a GPU: on this machine leave hbm out"
 
     def in_host_memory(self) -> str | None:
         """Returns the first word of the constraints that keeps tables in host memory; None where none does."""
@@ -96,9 +101,7 @@ class TorchRecOptions(TorchRecModelOptions):
         """The flag that needs a GPU, with what to choose without one; None if there is no such flag."""
         if self.schedule in ("fused-sparse-dist", "prefetch-sparse-dist"):
             return f"--schedule {self.schedule} needs a GPU: on this machine choose base or sparse-dist"
-        if (word := self.in_host_memory()) is not None:
-            return f"{FLAG} {word} needs a GPU: on this machine leave hbm out"
-        return None
+        return self._host_memory_needs_gpu
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -121,9 +124,9 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
     def __post_init__(self) -> None:
         word = self.in_host_memory()
         require(
-            word is None,
-            f"{FLAG} {word}: the five-stage pipeline takes tables in GPU memory; leave hbm out, or choose --pipeline "
-            "torchrec",
+            word is None or self.cuda_graph != "iteration",
+            f"{FLAG} {word}: --cuda-graph iteration takes tables in GPU memory; leave hbm out, or choose --cuda-graph "
+            "dense",
         )
         require(
             self.trim_input_dist or not self.graph_dists,
@@ -144,5 +147,10 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
 
     @property
     def needs_gpu(self) -> str | None:
-        """None: without a GPU, switches that do not apply are off, and the record says so."""
-        return None
+        """The constraint that needs a GPU; switches that do not apply without one are off, and the record says so."""
+        return self._host_memory_needs_gpu
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether caches of tables in host memory are filled a batch ahead."""
+        return True

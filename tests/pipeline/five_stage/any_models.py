@@ -19,6 +19,7 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -28,7 +29,7 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN, DLRM_Projection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -264,9 +265,10 @@ def build(
     dense: Optimizer = adam,
     sharders: Mapping[type, ModuleSharder[Any]] | None = None,
     tables: type[torch.optim.Optimizer] = torch.optim.Adagrad,
+    cache: CacheParams | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """A sharded model and its optimizer. Collective; the same weights on every call. sharders: by module type, in place
-    of TorchRec's. tables: their optimizer."""
+    of TorchRec's. tables: their optimizer. cache: of all but data-parallel tables, which are in host memory then."""
     torch.manual_seed(0)
     plain = model()
     by_type: dict[type, Any] = {sharder.module_type: sharder for sharder in get_default_sharders()} | dict(
@@ -282,10 +284,15 @@ def build(
         for table in by_type[type(module)].shardable_parameters(module):
             of_table[table] = _shard(plan(count, isinstance(module, EmbeddingCollection)), count, ranks)
             count += 1
-        plans[name] = construct_module_sharding_plan(
+        of_module = construct_module_sharding_plan(
             module, of_table, by_type[type(module)], local_size=ranks.local_world_size, world_size=ranks.world_size,
             device_type=ranks.device.type,
         )  # fmt: skip
+        for sharding in of_module.values() if cache is not None else ():
+            if sharding.sharding_type != DP:
+                sharding.compute_kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+                sharding.cache_params = cache
+        plans[name] = of_module
     sharded = DistributedModelParallel(
         plain, device=ranks.device, plan=ShardingPlan(plans), sharders=list(by_type.values())
     )

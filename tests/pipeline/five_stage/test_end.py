@@ -215,7 +215,7 @@ def warn(ranks: Ranks) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dlrm_bench.pipeline.five_stage.pipeline").addHandler(handler)
+    logging.getLogger("dlrm_bench.pipeline.five_stage.switches").addHandler(handler)
     dlrm_bench.pipeline.five_stage.pipeline.few_queues = lambda options, device_type: (
         "too few queues" if options.launch_threads == 2 else None
     )

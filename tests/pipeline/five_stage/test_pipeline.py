@@ -315,7 +315,7 @@ def said(ranks: Ranks) -> list[str]:
     with ExitStack() as stack:
         handler = logging.Handler()
         handler.emit = records.append  # type: ignore[method-assign]
-        logger = logging.getLogger("dlrm_bench.pipeline.five_stage.pipeline")
+        logger = logging.getLogger("dlrm_bench.pipeline.five_stage.switches")
         logger.addHandler(handler)
         stack.callback(logger.removeHandler, handler)
         model, optimizer = build(ranks, "TW")

@@ -133,7 +133,7 @@ def failed_capture(ranks: Ranks) -> list[str]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    for name in ("dlrm_bench.pipeline.five_stage.pipeline", "dlrm_bench.pipeline.five_stage.dense_update"):
+    for name in ("dlrm_bench.pipeline.five_stage.switches", "dlrm_bench.pipeline.five_stage.dense_update"):
         logging.getLogger(name).addHandler(handler)
 
     def record(*_: Any) -> None:

@@ -86,13 +86,17 @@ def test_a_training_obeys_and_its_losses_are_the_same(run_ranks: Any) -> None:
         assert constrained == pytest.approx(free, rel=1e-6)
 
 
-def test_tables_in_host_memory_need_a_gpu_and_stock() -> None:
+def test_tables_in_host_memory_need_a_gpu_and_no_graph_of_iterations() -> None:
     config = small(constraints=("0=table-wise", "4=hbm:0.5"))
     with pytest.raises(ValueError, match=re.escape("--constraints 4=hbm:0.5 needs a GPU: on this machine leave hbm")):
         check_device(config.pipeline, torch.device("cpu"))
     check_device(small(constraints=("4=hbm:1",)).pipeline, torch.device("cpu"))
-    with pytest.raises(ValueError, match="--constraints 4=hbm:0: the five-stage pipeline takes tables in GPU memory"):
-        changed(preset("smoke"), "five-stage", constraints=("4=hbm:0",))
+    cached = changed(preset("smoke"), "five-stage", constraints=("4=hbm:0.5",)).pipeline
+    assert cached.prefetches
+    with pytest.raises(ValueError, match=re.escape("--constraints 4=hbm:0.5 needs a GPU: on this machine leave hbm")):
+        check_device(cached, torch.device("cpu"))
+    with pytest.raises(ValueError, match="--constraints 4=hbm:0: --cuda-graph iteration takes tables in GPU memory"):
+        changed(preset("smoke"), "five-stage", constraints=("4=hbm:0",), cuda_graph="iteration", trim_input_dist=True)
     with pytest.raises(ValueError, match="cat_4=row-wise: --no-row-wise forbids it"):
         changed(preset("smoke"), "torchrec", constraints=("4=row-wise",), row_wise=False)
 
