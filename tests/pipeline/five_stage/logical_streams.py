@@ -166,6 +166,9 @@ class LogicalStreams:
     def wait(self, event: Times | None) -> None:
         self._order.wait(event)
 
+    def record(self, *crossing: Any) -> None:
+        """Nothing: under whole iterations the pipeline holds what crosses streams."""
+
     def stream(self, name: str) -> None:
         return None
 

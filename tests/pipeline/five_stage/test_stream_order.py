@@ -47,7 +47,7 @@ def train(ranks: Ranks, order: Order, count: int) -> dict[str, Any]:
     sharders = SHARDERS | {EmbeddingBagCollection: TrimmedEBCSharder(BAGS, row_capacity=1.0)}
     model, optimizer = build(ranks, Several, mixed, sgd, sharders)
     data = iter(data_of(ranks, CHANGING[:count]))
-    streams: Any = lambda device: LogicalStreams(order)  # noqa: E731
+    streams: Any = lambda device, records: LogicalStreams(order)  # noqa: E731
     with (
         patch.object(dlrm_bench.pipeline.five_stage.pipeline, "StageStreams", streams),
         patch.object(dlrm_bench.pipeline.five_stage.trimmed.capacity_dist, "OVERFLOWS", 0.9),
