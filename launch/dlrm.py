@@ -81,7 +81,9 @@ def main() -> int:
     from dlrm_bench.bench.run import run
     from dlrm_bench.bench.summary import print_summary
     from dlrm_bench.dlrm.runtime.ranks import Ranks
+    from dlrm_bench.pipeline.build import pipeline_class
 
+    pipeline_class(config, config.pipeline)  # which names a missing package before anything is written
     ranks = Ranks.from_environment()
     outcome = run(config, ranks, ranks.command_line("launch/dlrm.py", sys.argv[1:]))
     status = print_summary(outcome, ranks)
