@@ -33,7 +33,7 @@ _FOREVER = timedelta(days=3650)
 # Seconds within which an error of every rank, such as bad input, reaches each of them by itself: then every rank prints
 # the error and ends with the right status. A rank whose collective broke waits as long for a peer's reason: the end of
 # a peer closes its connections, and its announcement comes before.
-_GRACE_S = 0.5
+_GRACE_S = 2.0
 
 
 class AbortWatch:
