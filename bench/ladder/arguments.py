@@ -23,9 +23,10 @@ class LadderCommand:
     rung of full), static (full's first two rungs, fused kernels, the static pipeline), static-ends (stock, fused
     kernels and the last rung of static), dynamic-rows (the last rung, and with --dynamic-rows), five-stage
     (each rung adds one switch), five-stage-trim-first (the same switches in another order), tiers (half of the rows in
-    host memory, by TorchRec and by --table-memory, and none), fp8 (ends and --fp8), reading (the last rung on random
-    batches and on the day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu (runs without
-    a GPU)."""
+    host memory, by TorchRec and by --table-memory, and none), cached-tables (rows in host memory behind TorchRec's
+    caches, fetched a batch ahead by its own pipeline and by five-stage), fp8 (ends and --fp8), reading (the last rung
+    on random batches and on the day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu
+    (runs without a GPU)."""
     rounds: int | Literal["auto"] = 5
     """Number of runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
     detect: str = "2%"
