@@ -54,7 +54,7 @@ def _json_line(value: Any) -> str:
 
 
 def _filled(items: Sequence[str], columns: int) -> list[str]:
-    """Joins neighbours to lines of at most that number of columns, but for items of several lines."""
+    """Joins neighbouring items into lines of at most `columns` columns; an item of several lines stays alone."""
     lines: list[str] = []
     for item in items:
         joined = f"{lines[-1]},{item}" if lines else item

@@ -88,6 +88,23 @@ def kill(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save_second(saving: Checkpoints, ranks: Ranks, held: Held, of: RunConfig, trouble: str | None) -> int:
+    """Iteration 2 is saved while the training goes on, on rank 1 with a full disk if that is the trouble. Returns an
+    exit status."""
+    if trouble == "disk full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if ranks.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+    saving.save(2, state(of, 2))
+    held.train()
+    try:
+        saving.wait()
+    except ValueError as error:
+        print(error)
+        return 2
+    return 0
+
+
 def save_twice(folder: Path, trouble: str | None) -> int:
     """Iteration 1 is saved well, `trouble` strikes the second time."""
     ranks = Ranks.from_environment()
@@ -103,18 +120,7 @@ def save_twice(folder: Path, trouble: str | None) -> int:
         folders._sync = kill  # type: ignore[assignment]
     elif trouble == "killed before the old one is deleted":
         shutil.rmtree = kill  # type: ignore[assignment]
-    elif trouble == "disk full":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if ranks.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-    saving.save(2, state(config(folder), 2))
-    held.train()
-    try:
-        saving.wait()
-    except ValueError as error:
-        print(error)
-        return 2
-    return 0
+    return save_second(saving, ranks, held, config(folder), trouble)
 
 
 def load(folder: Path) -> int:

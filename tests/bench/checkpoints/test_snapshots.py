@@ -1,7 +1,5 @@
 """Snapshots in memory: ranks killed at any moment, no room, a full disk behind them; something whole is left."""
 
-import resource
-import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from dlrm_bench.bench.config import CheckpointConfig, RunConfig, SnapshotConfig
 from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint_memory import PiecesInMemory
-from tests.bench.checkpoints.test_checkpoints import Held, config, kill, name, run, state
+from tests.bench.checkpoints.test_checkpoints import Held, config, kill, name, run, save_second, state
 
 AUTO = Path("auto")
 
@@ -54,18 +52,7 @@ def save_twice(memory: Path, disk: Path | None, slots: int, trouble: str) -> int
         snapshots.close_slot = kill  # on rank 0
     elif trouble == "killed while writing":
         checkpoints.write_state = kill
-    elif trouble == "disk full":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if ranks.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-    saving.save(2, state(given, 2))
-    held.train()
-    try:
-        saving.wait()
-    except ValueError as error:
-        print(error)
-        return 2
-    return 0
+    return save_second(saving, ranks, held, given, trouble)
 
 
 def load(memory: Path, disk: Path | None, from_memory: bool, resume: Path = AUTO) -> int:

@@ -4,6 +4,7 @@
 an id names is updated once, by the sum of its gradients, even where all of its weights are zero.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,19 +34,9 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, placeholder: Tensor, common: Any, of: Any, moments: Any, step: int) -> Tensor:
         ctx.given = common, of, moments, step
-        pooled, tables = common.pooling_mode != NONE, len(common.weights_offsets)
-        bags = (len(common.offsets) - 1) // tables
-        # Seen by modes, as memory that this has made.
-        out = torch.zeros(bags, common.total_D) if pooled else torch.zeros(len(common.indices), common.max_D)
+        out = empty_output(common)  # seen by modes, as memory that this has made
         with _disable_current_modes():
-            for f in range(tables):
-                ids, bag, weights, columns, first = _of_feature(common, f)
-                vectors = _rows(common.host_weights, common, f)[ids]
-                if pooled:
-                    vectors = vectors if weights is None else vectors * weights.unsqueeze(1)
-                    out[:, columns].index_add_(0, bag, vectors)
-                else:
-                    out[first : first + len(ids)] = vectors
+            fill_output(out, common, lambda f, ids, first: _rows(common.host_weights, common, f)[ids])
         return out
 
     @staticmethod
@@ -55,11 +46,10 @@ class _Lookup(torch.autograd.Function):
         with _disable_current_modes(), torch.no_grad():
             sums: dict[int, tuple[int, Tensor, Tensor]] = {}
             for f, offset in enumerate(common.weights_offsets.tolist()):
-                ids, bag, weights, columns, first = _of_feature(common, f)
+                ids, of_ids = gradients_of_ids(common, f, grad)
                 rows = _rows(common.host_weights, common, f)
                 _, total, named = sums.setdefault(offset, (f, torch.zeros_like(rows), torch.zeros(len(rows)).bool()))
-                of_ids = grad[bag, columns] if common.pooling_mode != NONE else grad[first : first + len(ids)]
-                total.index_add_(0, ids, of_ids if weights is None else of_ids * weights.unsqueeze(1))
+                total.index_add_(0, ids, of_ids)
                 named[ids] = True
             for f, total, named in sums.values():
                 states = [_rows(of_all, common, f) for of_all in (common.host_weights, *(m.host for m in moments))]
@@ -81,6 +71,34 @@ def _of_feature(common: Any, f: int) -> tuple[Tensor, Tensor, Tensor | None, sli
         weights = (1.0 if weights is None else weights) / offsets.diff()[bag]
     columns = slice(0, common.max_D) if common.pooling_mode == NONE else slice(*common.D_offsets[f : f + 2].tolist())
     return common.indices[first:end].long(), bag, weights, columns, first
+
+
+def empty_output(common: Any) -> Tensor:
+    """Returns zeros of the shape of a lookup's output: [bags, columns of all features], or [ids, columns] unpooled."""
+    bags = (len(common.offsets) - 1) // len(common.weights_offsets)
+    if common.pooling_mode == NONE:
+        return torch.zeros(len(common.indices), common.max_D)
+    return torch.zeros(bags, common.total_D)
+
+
+def fill_output(out: Tensor, common: Any, vectors_of: Callable[[int, Tensor, int], Tensor]) -> None:
+    """Adds the vectors of all ids to the zeros of a lookup's output. vectors_of: those of a feature's ids, [ids,
+    columns], given the feature, its ids and the place of its first one."""
+    for f in range(len(common.weights_offsets)):
+        ids, bag, weights, columns, first = _of_feature(common, f)
+        vectors = vectors_of(f, ids, first)
+        if common.pooling_mode == NONE:
+            out[first : first + len(ids)] = vectors
+        else:
+            vectors = vectors if weights is None else vectors * weights.unsqueeze(1)
+            out[:, columns].index_add_(0, bag, vectors)
+
+
+def gradients_of_ids(common: Any, f: int, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a feature's ids and the gradient of each one's row, [ids, columns], from that of the output."""
+    ids, bag, weights, columns, first = _of_feature(common, f)
+    of_ids = grad[bag, columns] if common.pooling_mode != NONE else grad[first : first + len(ids)]
+    return ids, of_ids if weights is None else of_ids * weights.unsqueeze(1)
 
 
 def _rows(of_all: Tensor, common: Any, f: int) -> Tensor:

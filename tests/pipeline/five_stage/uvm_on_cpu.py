@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlrm_bench.pipeline.five_stage.iteration_obstacles import lookup_kernels
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
-from tests.pipeline.five_stage.adam_on_cpu import NONE, _of_feature, _rows
+from tests.pipeline.five_stage.adam_on_cpu import _rows, empty_output, fill_output, gradients_of_ids
 
 WAYS = 2
 Note = Callable[["Cache", str, str, Any, bool], None]
@@ -144,9 +144,6 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, placeholder: Tensor, common: Any, optimizer: Any, momentum: Any) -> Tensor:
         ctx.given = common, optimizer, momentum
         cache = _cache_of(common.lxu_cache_weights)
-        pooled, tables = common.pooling_mode != NONE, len(common.weights_offsets)
-        bags = (len(common.offsets) - 1) // tables
-        out = torch.zeros(bags, common.total_D) if pooled else torch.zeros(len(common.indices), common.max_D)
         if cache is not None:
             cache.note(cache, "lookup", "stats", None, False)
             for of in (common.indices, common.lxu_cache_locations):
@@ -155,17 +152,14 @@ class _Lookup(torch.autograd.Function):
             locations = common.lxu_cache_locations.tolist()
             cache.used("lookup", names, locations, writes=False)
             looked_up = list(cache.rows_at(names, locations))
-        for f in range(tables):
-            ids, bag, weights, columns, first = _of_feature(common, f)
+
+        def vectors(f: int, ids: Tensor, first: int) -> Tensor:
             if cache is None or not len(ids):
-                vectors = _rows(common.host_weights, common, f)[ids]
-            else:
-                vectors = torch.stack(looked_up[first : first + len(ids)])
-            if pooled:
-                vectors = vectors if weights is None else vectors * weights.unsqueeze(1)
-                out[:, columns].index_add_(0, bag, vectors)
-            else:
-                out[first : first + len(ids)] = vectors
+                return _rows(common.host_weights, common, f)[ids]
+            return torch.stack(looked_up[first : first + len(ids)])
+
+        out = empty_output(common)
+        fill_output(out, common, vectors)
         return out
 
     @staticmethod
@@ -177,9 +171,7 @@ class _Lookup(torch.autograd.Function):
         of_row: dict[int, tuple[int, int]] = {}
         starts = ctx.given[0].hash_size_cumsum.tolist() if cache is None else cache._starts
         for f in range(len(common.weights_offsets)):
-            ids, bag, weights, columns, first = _of_feature(common, f)
-            of_ids = grad[bag, columns] if common.pooling_mode != NONE else grad[first : first + len(ids)]
-            of_ids = of_ids if weights is None else of_ids * weights.unsqueeze(1)
+            ids, of_ids = gradients_of_ids(common, f, grad)
             for row, of_id in zip(ids.tolist(), of_ids, strict=True):
                 name = starts[f] + row
                 sums[name] = sums[name] + of_id if name in sums else of_id.clone()
