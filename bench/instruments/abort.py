@@ -75,7 +75,8 @@ class AbortWatch:
                 self._announce(f"{type(error).__name__}: {error}")
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # None: one in C, as that of PYTHONFAULTHANDLER for SIGBUS, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._writer.close()  # ends the signal thread
 
     def stop(self, reason: str) -> None:

@@ -3,6 +3,7 @@
 import linecache
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -219,6 +220,21 @@ def test_handlers_are_restored(monkeypatch):
     assert closed == [1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_handler_in_c_is_none_that_can_be_put_back():
+    """PYTHONFAULTHANDLER=1 sets such ones, of SIGBUS too."""
+    code = (
+        "import signal, torch\n"
+        "from dlrm_bench.bench.instruments.abort import AbortWatch\n"
+        "from dlrm_bench.dlrm.runtime.ranks import Ranks\n"
+        "assert signal.getsignal(signal.SIGBUS) is None\n"
+        "of_rank = dict(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device('cpu'))\n"
+        "with AbortWatch(Ranks(**of_rank), lambda: None): pass\n"
+        "assert signal.getsignal(signal.SIGBUS) is signal.SIG_DFL\n"
+    )
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def expands(folder: Path) -> int:
