@@ -1,6 +1,7 @@
 """Reasons of failed captures, with the line of the user's model in which the capture failed."""
 
 import linecache
+import logging
 import re
 import traceback
 from pathlib import Path
@@ -10,6 +11,8 @@ import torchrec
 
 from . import reasons
 from .cuda_graph import record
+
+logger = logging.getLogger(__name__)
 
 _OTHERS = (
     *(str(Path(path).parent) for path in (torch.__file__, torchrec.__file__, __file__)),
@@ -43,6 +46,7 @@ def told(error: BaseException) -> str:
     message = f"{type(error).__name__}: {_first_line(error)}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
     if not frames:
+        logger.warning("a capture failed outside of the model's own code", exc_info=error)
         return message
     frame = frames[-1]
     line = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()

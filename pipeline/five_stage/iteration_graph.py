@@ -42,7 +42,7 @@ from .iteration_obstacles import lookup_kernels, why_no_iteration_of
 from .iteration_pairs import MOST_FORMS, Pair, Pairs
 from .iteration_slots import TURNS, FormMemory, Slot, Staging, fields_of
 from .overflows import Overflows
-from .replicated_tables import ReplicatedTables
+from .replicated_tables import ReplicatedTables, leaves_of_now
 from .sharded_modules import Sharded
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
@@ -81,7 +81,8 @@ class IterationGraph:
         self._input_dists, self._lookups = input_dists, lookups
         self._streams, self._device, self._group = streams, device, group
         self._update = CapturedUpdate(optimizer, dense.parameters)
-        self._rates = TableRates([kernel for _, kernel in lookup_kernels(lookups.called)])
+        self._kernels = [kernel for _, kernel in lookup_kernels(lookups.called)]
+        self._rates = TableRates(self._kernels)
         self._overflows = Overflows(lookups.called, TURNS, device)
         self._capacities: dict[str, dict[str, int]] = {}
         self._forms: BatchForms | None = None
@@ -280,7 +281,7 @@ class IterationGraph:
             self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
         self._rates.mark()
         with stage("embedding_forward", self._device):
-            with self._replicated.looked_up():
+            with self._replicated.looked_up(), leaves_of_now(self._kernels):
                 awaited = self._processors.look_up(lookups.called, slot.contexts, slot.features)
             outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
         with stage("dense_forward_backward", self._device):

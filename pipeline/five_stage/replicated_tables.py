@@ -16,6 +16,22 @@ from .batch_fields import forwards_replaced
 from .sharded_modules import Sharded
 
 
+@contextmanager
+def leaves_of_now(kernels: Sequence[nn.Module]) -> Iterator[None]:
+    """Puts new leaves over the same memory in the place of the kernels' parameters within the block. Autograd waits for
+    the stream on which a leaf was first used, as long as anything holds its node, and that is not the capturing one."""
+    before = [dict(kernel._parameters) for kernel in kernels]
+    for kernel, parameters in zip(kernels, before, strict=True):
+        for name, of in parameters.items():
+            if of is not None:
+                kernel._parameters[name] = of.detach().requires_grad_(of.requires_grad)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for kernel, parameters in zip(kernels, before, strict=True):
+            kernel._parameters.update(parameters)
+
+
 class ReplicatedTables:
     """Those of all sharded modules."""
 
@@ -37,17 +53,10 @@ class ReplicatedTables:
     @contextmanager
     def looked_up(self) -> Iterator[None]:
         """Makes TorchRec look up these tables without DDP within the block."""
-        weights = self.parameters
-        self._leaves = [of.detach().requires_grad_(of.requires_grad) for of in weights]
         forwards: dict[nn.Module, Any] = {lookup: lookup.module.__call__ for lookup in self._wrapped}
-        for kernel, leaf in zip(self._kernels, self._leaves, strict=True):
-            kernel._parameters["weights"] = leaf
-        try:
-            with forwards_replaced(forwards):
-                yield
-        finally:
-            for kernel, of in zip(self._kernels, weights, strict=True):
-                kernel._parameters["weights"] = of
+        with leaves_of_now(self._kernels), forwards_replaced(forwards):
+            self._leaves = list(self.parameters)
+            yield
 
     def gradients(self) -> list[Tensor]:
         """Returns those of `parameters`, after the embedding backward; zeros where it came to none."""

@@ -174,9 +174,9 @@ def saves_and_loads(ranks: Ranks, model: Any, optimizer: Any, other: Any, held_o
     trains_with_another(ranks, model, optimizer, other, held_out, trained)
     weights = model.state_dict()
     for value in weights.values():
-        target = value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
-        if target.is_floating_point():
-            target.mul_(0.5)
+        for target in [shard.tensor for shard in value.local_shards()] if hasattr(value, "local_shards") else [value]:
+            if target.is_floating_point():
+                target.mul_(0.5)
     model.load_state_dict(weights)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage import iteration_graph
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.table_rates import CAPTURES_IN_A_ROW
@@ -190,6 +192,37 @@ def test_what_stands_around_a_step(run_ranks, world_size, gpu, rtol):
         ((why, count),) = moved["eager"].items()
         assert "lies in other memory" in why
         assert moved["replays"] == 30 - EAGER - count
+
+
+def leaves_again(ranks: Ranks) -> list[int]:
+    """Returns how many leaves each iteration's embedding backward ends at that the iteration before has ended at."""
+    prepare(ranks)
+    counts, backward = [], iteration_graph.embedding_backward
+
+    def counted(outputs: Any, grads: Any) -> None:
+        ahead, seen = [values.grad_fn for values in outputs.values if values.requires_grad], set()
+        while ahead:
+            node = ahead.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                ahead += [following for following, _ in node.next_functions]
+        leaves = [node for node in seen if hasattr(node, "variable")]
+        assert leaves
+        counts.append(sum("used" in leaf.metadata for leaf in leaves))
+        for leaf in leaves:
+            leaf.metadata["used"] = True
+        backward(outputs, grads)
+
+    with patch.object(iteration_graph, "embedding_backward", counted):
+        whole(ranks, batches(ranks, 9, fixed=True), plan="mixed without RW")
+    return counts
+
+
+def test_a_capture_has_leaves_of_its_own(run_ranks):
+    """Autograd would wait for the stream on which they were first used."""
+    for counts in run_ranks(2, leaves_again):
+        assert len(counts) > 3
+        assert not any(counts)
 
 
 def other_forms(ranks: Ranks) -> list[dict[str, Any]]:
