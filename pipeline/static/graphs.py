@@ -92,7 +92,7 @@ class Graphs:
             try:
                 graphs.append(record(work, watch, self._pool, self._stream))
             except Exception as caught:
-                own, error = watch.says(caught), caught
+                own, error = watch.says(caught) + _memory_left(self._ranks), caught
                 break
         failures: list[str | None] = [None] * self._ranks.world_size
         dist.all_gather_object(failures, own)
@@ -112,6 +112,14 @@ class Graphs:
         del error, watch  # their tracebacks hold the tensors of the failed capture
         if self._ranks.rank == 0:
             print(f"--cuda-graph try: {reason}; it runs eagerly", file=sys.stderr, flush=True)
+
+
+def _memory_left(ranks: Ranks) -> str:
+    """Says how much memory the GPU had left: a capture that lacks it may end with an error of another name."""
+    if ranks.device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(ranks.device)
+    return f" ({free / 1e9:.1f} of {total / 1e9:.1f} GB of the GPU's memory were free)"
 
 
 class _Watch(TorchDispatchMode):

@@ -94,6 +94,20 @@ class IterationStreams:
             self._side[stream] = torch.cuda.Stream(priority=stream.priority)
         return self._side[stream]
 
+    @contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Launches eagerly on the stream that captures iterations, in order with the current one. Autograd waits for
+        the stream on which a weight was first used while anything still holds its graph, and no capture may wait for
+        another stream than its own."""
+        if self.main is None:
+            yield
+            return
+        current = torch.cuda.current_stream()
+        self.main.wait_stream(current)
+        with torch.cuda.stream(self.main):
+            yield
+        current.wait_stream(self.main)
+
     def limit_run_ahead(self) -> None:
         """Makes the host wait, every _RUN_AHEAD iterations, for the one that it launched as many iterations ago."""
         if self._cuda and self._iterations % _RUN_AHEAD == 0:

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,7 +103,7 @@ class Lane:
             self._execute(done, room)
         else:
             self.overflows += 1
-            self._work(self._with_rows(done, eager), done, room)
+            self._eagerly(self._with_rows(done, eager), done, room)
         self._streams.end_iteration()
         self.rooms[room] += 1
         self.tokens += prepared.needs.tokens
@@ -189,9 +190,13 @@ class Lane:
         self._settled += 1
         if self.graphs is None or self._eager > 0:
             self._eager -= 1
-            self._work(self.space, slot, room)
+            self._eagerly(self.space, slot, room)
         else:
             self.graphs.run(self._number(self.graphs, slot, room))
+
+    def _eagerly(self, space: Space, slot: int, room: int) -> None:
+        with nullcontext() if self.graphs is None else self._streams.as_captured():
+            self._work(space, slot, room)
 
     def _number(self, graphs: Graphs, slot: int, room: int) -> int:
         """Returns the number of the graph of a slot and a room, which is captured with others where it is missing."""

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+
+from dlrm_bench.pipeline.static.streams import IterationStreams
 from dlrm_bench.pipeline.static_sequences import lane
 from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
 from dlrm_bench.pipeline.static_sequences.room import IdRoom, room_for_tokens
@@ -32,7 +35,8 @@ def made() -> tuple[Lane, Recorded]:
     nothing: Any = None
     of_work: Any = lambda *_: None  # noqa: E731
     space: Any = lambda room: object()  # noqa: E731
-    made = Lane(of_work, space, IdRoom(8, 8, 8), nothing, nothing, nothing, nothing, nothing, graphs)
+    streams = IterationStreams(torch.device("cpu"), overlap=False)
+    made = Lane(of_work, space, IdRoom(8, 8, 8), nothing, nothing, nothing, nothing, streams, graphs)
     return made, graphs
 
 
