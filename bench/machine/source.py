@@ -19,6 +19,8 @@ from dlrm_bench.bench.records.schema import Git
 
 PROGRAM = ("bench", "dlrm", "kernels", "launch", "pipeline")
 """Folders of a run's code."""
+_SETTINGS = ("pyproject.toml", "requirements")
+"""What else of a checkout decides how a run goes: the package's dependencies and their pinned versions."""
 _NOT_SOURCE = ("__pycache__", ".pyc", ".so", ".egg-info")
 """Endings of files that running, compiling and installing leave beside sources."""
 _BUILD = "build"
@@ -31,7 +33,7 @@ def git_state(root: Path) -> Git:
 
     The commit is that of the checkout at `root`, or that of the environment variable SOURCE_COMMIT, for a tree that was
     copied to its host: dirty is then None, as it cannot be known there, unless a checkout holds that commit. Untracked
-    files in the program's folders make a checkout dirty: they can be imported.
+    files in the program's folders make a checkout dirty: they can be imported. Records, tests and texts do not.
     """
     source = source_hash(root)
     checkout = (root / ".git").exists()
@@ -42,7 +44,7 @@ def git_state(root: Path) -> Git:
     committed = source_of_commit(root, commit) if checkout else None
     dirty = None if committed is None else committed != source
     if dirty is False and not stated:
-        changes = git(root, "status", "--porcelain", "--untracked-files=no")
+        changes = git(root, "status", "--porcelain", "--untracked-files=no", "--", *_SETTINGS)
         dirty = None if changes is None else changes != ""
     return Git(commit=commit, dirty=dirty, source=source)
 

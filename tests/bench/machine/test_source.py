@@ -30,6 +30,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bench" / "run.sh").chmod(0o755)
     os.symlink("inner.py", tmp_path / "dlrm" / "link.py")
     (tmp_path / "README.md").write_text("read")
+    (tmp_path / "pyproject.toml").write_text("[project]")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "first")
@@ -49,8 +50,10 @@ def test_state_of_a_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
     (checkout / "untracked").touch()
     assert git_state(checkout) == {"commit": commit, "dirty": False, "source": source}
     (checkout / "README.md").write_text("changed")
+    assert git_state(checkout)["dirty"] is False, "no run reads it"
+    (checkout / "pyproject.toml").write_text("[changed]")
     assert git_state(checkout)["dirty"] is True
-    git(checkout, "checkout", "-q", "README.md")
+    git(checkout, "checkout", "-q", "pyproject.toml")
     (checkout / "bench" / "new.py").touch()  # which could be imported
     assert git_state(checkout)["dirty"] is True
     (checkout / "bench" / "new.py").unlink()
