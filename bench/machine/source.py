@@ -20,7 +20,7 @@ from dlrm_bench.bench.records.schema import Git
 PROGRAM = ("bench", "dlrm", "kernels", "launch", "pipeline")
 """Folders of a run's code."""
 _SETTINGS = ("pyproject.toml", "requirements")
-"""What else of a checkout decides how a run goes: the package's dependencies and their pinned versions."""
+"""Dependencies of the package and their pinned versions, which decide how a run goes too."""
 _NOT_SOURCE = ("__pycache__", ".pyc", ".so", ".egg-info")
 """Endings of files that running, compiling and installing leave beside sources."""
 _BUILD = "build"
