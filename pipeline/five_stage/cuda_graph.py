@@ -42,10 +42,11 @@ def record(
             with capturing, watch or nullcontext():
                 work()
         except Exception:  # raised again below
-            # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this.
+            # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this, and CUDAGraph::reset the release.
             torch.cuda.synchronize()
             with suppress(RuntimeError):  # it did not fail: `work` itself did, in a sane capture
                 torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
                 generator.graphsafe_set_state(before)
             raise
     if keep:

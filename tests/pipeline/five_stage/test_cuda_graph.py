@@ -179,9 +179,9 @@ def test_calls_from_another_stream_wait_for_those_before() -> None:
     assert [int(result) for result in results] == [n * (step % 3) for step in range(8)]
 
 
-@pytest.mark.parametrize("collects", [True, False])
-def test_python_collects_nothing_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
-    """Without a GPU: by a runtime that does nothing. Afterwards it collects if it did before, whatever was raised."""
+def use_idle_runtime(monkeypatch: pytest.MonkeyPatch, end: Callable[..., None] = lambda *_: None) -> list[str]:
+    """Stands for a GPU: a runtime that does nothing. end: of allocations to a pool. Returns the pool's releases."""
+    released: list[str] = []
     generator = SimpleNamespace(clone_state=lambda: None, graphsafe_set_state=lambda _: None)
     runtime = {
         "CUDAGraph": lambda **_: "graph",
@@ -195,7 +195,37 @@ def test_python_collects_nothing_while_a_graph_is_captured(monkeypatch: pytest.M
     }
     for name, value in runtime.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: released.append(pool), raising=False)
+    return released
+
+
+def no_capture() -> None:
+    raise RuntimeError("no capture")
+
+
+def test_a_failed_capture_gives_its_pool_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDAGraph does not where the end of the capture failed too; where it did not, it does, and torch says so."""
+    released = use_idle_runtime(monkeypatch)
+    with pytest.raises(RuntimeError, match="no capture"):
+        record(no_capture, pool="pool")
+    assert released == ["pool"]
+    record(lambda: None, pool="pool")
+    assert released == ["pool"]
+
+    def ended(*_: Any) -> None:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    released = use_idle_runtime(monkeypatch, ended)
+    with pytest.raises(RuntimeError, match="no capture"):
+        record(no_capture, pool="pool")
+    assert released == []
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_python_collects_nothing_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch, collects: bool) -> None:
+    """Afterwards it collects if it did before, whatever was raised."""
+    use_idle_runtime(monkeypatch)
     found = []
 
     def fails() -> None:
