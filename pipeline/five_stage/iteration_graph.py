@@ -342,9 +342,10 @@ class IterationGraph:
             if error is not None:
                 raise RuntimeError(f"an iteration that was captured before cannot be captured again: {error}")
             return
-        everyone: list[str | None] = [None] * self._group.size()
-        dist.all_gather_object(everyone, error, group=self._group)
-        failed = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why is not None]
+        everyone: list[tuple[str | None, bool]] = [(None, True)] * self._group.size()
+        dist.all_gather_object(everyone, (error, bool(self._kernels)), group=self._group)
+        self._rates.on_all_ranks = all(has_kernels for _, has_kernels in everyone)
+        failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(everyone) if why is not None]
         if failed:
             self.failure = "; ".join(failed)
             self._drop()

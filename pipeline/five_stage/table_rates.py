@@ -31,8 +31,11 @@ class TableRates:
         self._marked: dict[torch.cuda.CUDAGraph, MarkedArguments] = {}
         self._brought: dict[torch.cuda.CUDAGraph, list[float | int]] = {}
         self._moved_in_a_row = 0
+        self.on_all_ranks = True
+        """Whether every rank has kernels whose rates it follows: all of them see the same moves then."""
         self.failure: str | None = None
-        """Reason why graphs cannot follow the rates; None while they can."""
+        """Reason why graphs cannot follow the rates, on all ranks; None while they can. Where some rank has no kernel,
+        the others capture anew for each move: it would replay the collectives that they launch."""
 
     @property
     def followed(self) -> bool:
@@ -85,7 +88,7 @@ class TableRates:
         if self._marked:
             return True
         self._moved_in_a_row = self._moved_in_a_row + 1 if moved else 0
-        if self._moved_in_a_row >= CAPTURES_IN_A_ROW:
+        if self._moved_in_a_row >= CAPTURES_IN_A_ROW and self.on_all_ranks:
             self.failure = reasons.RATE_MOVES(steps=CAPTURES_IN_A_ROW)
         return not moved
 

@@ -24,6 +24,7 @@ from dlrm_bench.pipeline.five_stage.table_rates import CAPTURES_IN_A_ROW
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
+from tests.pipeline.five_stage import torchrec_models
 from tests.pipeline.five_stage.torchrec_models import HOT, Trained, batches, build, drain, state
 
 TIMEOUT = 300  # seconds, after which a rank that hangs is killed
@@ -325,6 +326,24 @@ def follows(ranks: Ranks, rtol: float) -> dict[str, Any]:
 def test_a_schedule_of_the_tables_needs_no_new_capture(run_ranks, world_size, gpu):
     for described in run_ranks(world_size, follows, ON_GPU, gpu=gpu):
         assert described["follows_table_rates"]
+
+
+def moves_on_one_rank(ranks: Ranks) -> tuple[dict[str, Any], bool]:
+    """All tables are rank 0's, on CPUs, where no graph can follow their rates."""
+    prepare(ranks)
+    data, by_table = batches(ranks, 20, fixed=True), torchrec_models.table_wise
+    with patch.object(torchrec_models, "table_wise", lambda rank: by_table(rank=0)):
+        run = whole(ranks, data, every_step)
+        assert_equal(run.trained, stock(ranks, data, every_step), BITS)
+    return run.described, "cuda_graph" not in run.off
+
+
+def test_rates_that_move_on_some_ranks_alone_keep_all_on_graphs(run_ranks):
+    (first, on), (second, also_on) = run_ranks(2, moves_on_one_rank)
+    assert on
+    assert also_on
+    assert first["replays"] == second["replays"]
+    assert first["captures"] > second["captures"] == 1
 
 
 def refused(ranks: Ranks) -> list[str]:

@@ -125,6 +125,19 @@ def test_a_mark_that_no_kernel_has_takes_captures_anew(changeable: None) -> None
     assert f"changed with each of {CAPTURES_IN_A_ROW} steps" in (rates.failure or "")
 
 
+def test_captures_anew_do_not_end_where_some_rank_has_no_table(changeable: None) -> None:
+    """That rank sees no rate move: it would go on to replay the collectives of graphs that the others have given up."""
+    of = kernels(0.5)
+    Arguments.missing = 1
+    rates = TableRates(of)
+    rates.on_all_ranks = False
+    assert not capture(rates)
+    for step in range(3 * CAPTURES_IN_A_ROW):
+        of[0].learning_rate_tensor.fill_(0.5**step / 3)
+        assert not rates.follow()
+        assert rates.failure is None
+
+
 def test_a_rank_without_tables_has_nothing_to_follow(changeable: None) -> None:
     rates = TableRates([])
     assert not rates.begin_capture()
