@@ -55,25 +55,28 @@ def flat_adam(
     norm = torch.linalg.vector_norm(gradient) / parts
     stopped = (watch.stopped != 0).any()
     bad = norm.isfinite().logical_not()
-    torch.maximum(watch.bad, (bad & ~stopped).long(), out=watch.bad)
     goes = ~(stopped | bad)
     state.step.add_(goes)
     shortened = torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0) if options.clip_norm else torch.ones_like(norm)
     # 1 - 0.999 has five digits in fp32.
     of_mean, of_square = ((1 - beta ** state.step.double()).float() for beta in options.betas)
-    # The kernel's input: whether to change anything, the gradient's factor, and the two of the step.
-    numbers = torch.stack([goes.float(), shortened / parts, (learning_rate / of_mean)[0], of_square[0].sqrt()])
+    # The kernel's input: what to do, the gradient's factor, and the two of the step.
+    of_step = ((learning_rate / of_mean)[0], of_square[0].sqrt())
+    numbers = torch.stack([goes.float(), shortened / parts, *of_step, (bad & ~stopped).float()])
     update = triton_flat_adam if weights.is_cuda else plain_flat_adam
-    update(weights, state, gradient, numbers, options)
+    update(weights, state, gradient, numbers, options, watch.bad)
 
 
-def plain_flat_adam(weights: Tensor, state: AdamState, gradient: Tensor, numbers: Tensor, options: AdamOptions) -> None:
+def plain_flat_adam(
+    weights: Tensor, state: AdamState, gradient: Tensor, numbers: Tensor, options: AdamOptions, bad: Tensor
+) -> None:
     """The pass of `flat_adam` over all weights, in PyTorch.
 
-    numbers: fp32 [4], whether anything changes, the gradient's factor, rate / (1 - beta^step) and the root of 1 -
-    beta^step, of the mean and of the mean square.
+    numbers: fp32 [5], whether anything changes, the gradient's factor, rate / (1 - beta^step) and the root of 1 -
+    beta^step, of the mean and of the mean square, and whether `bad`, see Watch, is set.
     """
-    goes, factor, rate, root = numbers.unbind()
+    goes, factor, rate, root, is_bad = numbers.unbind()
+    torch.maximum(bad, is_bad.long(), out=bad)
     g = gradient * factor
     mean = state.mean + (g - state.mean) * (1 - options.betas[0])
     square = options.betas[1] * state.mean_square + (1 - options.betas[1]) * g * g
@@ -84,20 +87,32 @@ def plain_flat_adam(weights: Tensor, state: AdamState, gradient: Tensor, numbers
 
 
 def triton_flat_adam(
-    weights: Tensor, state: AdamState, gradient: Tensor, numbers: Tensor, options: AdamOptions
+    weights: Tensor, state: AdamState, gradient: Tensor, numbers: Tensor, options: AdamOptions, bad: Tensor
 ) -> None:
-    """Computes `plain_flat_adam` in one kernel."""
+    """Computes `plain_flat_adam` in one kernel, which writes `bad` only to set it: a table's update beside it may."""
     if weights.numel():
         (of_mean, of_square), eps = options.betas, options.eps
-        tensors = (weights, state.mean, state.mean_square, gradient, numbers)
+        tensors = (weights, state.mean, state.mean_square, gradient, numbers, bad)
         sizes = (1 - of_mean, of_square, 1 - of_square, eps, weights.numel(), _BLOCK)
         _flat_adam_kernel[(cdiv(weights.numel(), _BLOCK),)](*tensors, *sizes, num_warps=8)
 
 
 @jit
 def _flat_adam_kernel(
-    weights, means, squares, gradient, numbers, rest_of_mean, of_square, rest_of_square, eps, count, block: tl.constexpr
+    weights,
+    means,
+    squares,
+    gradient,
+    numbers,
+    bad,
+    rest_of_mean,
+    of_square,
+    rest_of_square,
+    eps,
+    count,
+    block: tl.constexpr,
 ) -> None:
+    tl.store(bad, 1, (tl.program_id(0) == 0) & (tl.load(numbers + 4) > 0))
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = (at < count) & (tl.load(numbers + at * 0) > 0)
     g = tl.load(gradient + at, mask, other=0.0) * tl.load(numbers + 1)

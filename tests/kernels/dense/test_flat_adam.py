@@ -61,16 +61,17 @@ def test_a_raised_flag_stops_it() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("goes", [0.0, 1.0])
+@pytest.mark.parametrize(("goes", "bad"), [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0)])
 @pytest.mark.parametrize("count", [1, 2048, 5003])
-def test_triton_equals_plain(count: int, goes: float) -> None:
+def test_triton_equals_plain(count: int, goes: float, bad: float) -> None:
     torch.manual_seed(count)
     found = []
-    options, numbers = AdamOptions((0.95, 0.999), 1e-8, 1.0), torch.tensor([goes, 0.3, 0.05, 0.2], device=DEVICE)
+    options, numbers = AdamOptions((0.95, 0.999), 1e-8, 1.0), torch.tensor([goes, 0.3, 0.05, 0.2, bad], device=DEVICE)
     weights, gradient, mean, square = torch.randn(4, count, device=DEVICE)
     for update in (triton_flat_adam, plain_flat_adam):
-        tensors = weights.clone(), mean.clone(), square.abs()
-        update(tensors[0], AdamState(numbers, *tensors[1:]), gradient, numbers, options)
+        tensors = weights.clone(), mean.clone(), square.abs(), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        update(tensors[0], AdamState(numbers, *tensors[1:3]), gradient, numbers, options, tensors[3])
+        assert int(tensors[3]) == bad
         found.append(tensors)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
