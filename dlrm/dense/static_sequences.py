@@ -92,6 +92,11 @@ class StaticSequences(Protocol):
         """Returns a batch as the data set would, whose rows are the first of each table."""
         ...
 
+    @property
+    def usual_tokens(self) -> int:
+        """Tokens of a batch of this rank as they may be expected before any is read, for warm-ups of realistic size."""
+        ...
+
     def on_device(self, room: BatchRoom) -> Any:
         """Returns device memory for a batch of that room, a FixedBatch."""
         ...

@@ -79,9 +79,13 @@ def padded(packed: Packed, layout: PackedLayout, pin: bool) -> Packed:
 
 
 def on_device(shape: IdShape, device: torch.device) -> Packed:
-    """Returns device memory for one batch after another; nothing of it says their sizes. All zero."""
+    """Returns device memory for one batch after another; nothing of it says their sizes. It names no row, and all else
+    is zero."""
     storage = torch.zeros(shape.layout.end, dtype=torch.uint8, device=device)
-    return Packed(storage, shape.layout, tokens=0, candidates=0, longest=0)
+    packed = Packed(storage, shape.layout, tokens=0, candidates=0, longest=0)
+    packed.item.fill_(NO_ROW)
+    packed.samples[CANDIDATE:LABEL] = NO_ROW
+    return packed
 
 
 def write_ids(packed: Packed, artist: Tensor, album: Tensor, ids: Tensor) -> None:

@@ -19,7 +19,7 @@ from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, LABEL, Packed, by_items
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
-from dlrm_bench.dlrm.dlrmv4.static_batch import IdShape, dense_batch, on_device, padded, rows_of, write_ids
+from dlrm_bench.dlrm.dlrmv4.static_batch import NO_ROW, IdShape, dense_batch, on_device, padded, rows_of, write_ids
 from dlrm_bench.dlrm.dlrmv4.torchrec import empty_histories, item_maps
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import Stream
@@ -78,8 +78,16 @@ class Dlrmv4Stage:
         return replace(prepared, batch=batch, room=room)
 
     def warm_up_batch(self) -> WindowBatch:
-        """See StaticSequences."""
-        return empty_histories(self._samples, pin=False)
+        """See StaticSequences. Its event has no item, as item 0 may have any artist and album."""
+        batch = empty_histories(self._samples, pin=False)
+        batch.packed.item.fill_(NO_ROW)
+        return batch
+
+    @property
+    def usual_tokens(self) -> int:
+        """See StaticSequences: histories of half the longest, as MLPerf's first ones are on average (2,082 tokens of
+        4,095)."""
+        return self._samples * (self._model.max_history // 2 + OWN_TOKENS)
 
     def on_device(self, room: BatchRoom) -> Packed:
         """See StaticSequences."""

@@ -12,13 +12,32 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.cuda_graph import destroy, record
 
 
+class Pool:
+    """The memory of graphs that run one after the other, which share it: no graph's own tensors may be needed after
+    another has run, and results that outlive a replay go to memory from outside.
+
+    The memory stays as large as the graphs needed it, until all of them are destroyed.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._graphs = 0
+
+    def handle(self) -> Any:
+        """Returns what torch.cuda.graph takes: a new one where no graph is left."""
+        if self._graphs == 0 and torch.cuda.is_initialized():
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def count(self, graphs: int) -> None:
+        """Counts graphs that were captured, or, where it is negative, destroyed."""
+        self._graphs += graphs
+        assert self._graphs >= 0
+
+
 class Graphs:
     """Functions that run as one CUDA graph each; all of them are captured when the first one is to run, and one that is
-    added later when it is to run.
-
-    Graphs of one object share a memory pool, so no graph's own tensors may be needed after another has run: results
-    that outlive a replay go to memory from outside. Each object has a separate pool.
-    """
+    added later when it is to run."""
 
     def __init__(
         self,
@@ -27,13 +46,14 @@ class Graphs:
         ranks: Ranks,
         stream: "torch.cuda.Stream | None",
         fallback: bool,
+        pool: Pool | None = None,
     ) -> None:
         """name: of the whole, for messages. stream: the capturing stream. fallback: after a failed capture the
-        functions run eagerly; without it a failure is an error."""
+        functions run eagerly; without it a failure is an error. pool: by default one of these graphs alone."""
         self._name, self._works, self._ranks, self._stream = name, list(works), ranks, stream
         self._fallback = fallback
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool: Any = None
+        self._pool = pool or Pool()
         self.captures = 0
         """Number of captures of the functions."""
         self.fell_back: str | None = None
@@ -52,13 +72,16 @@ class Graphs:
         else:
             self._works[i]()
 
-    def capture(self) -> None:
-        """Captures all functions, which runs nothing, where that has not been done; then it is collective.
+    def capture(self, attempt: bool = False) -> bool:
+        """Captures all functions, which runs nothing, where that has not been done; then it is collective. Returns
+        whether it has been done.
 
-        RuntimeError, on every rank, where that fails on any and fallback is off.
+        RuntimeError, on every rank, where that fails on any and fallback is off. attempt: where it fails, there is no
+        error and nothing falls back; all functions are forgotten.
         """
-        if len(self._graphs) < len(self._works) and self.fell_back is None:
-            self._capture()
+        if len(self._graphs) == len(self._works):
+            return True
+        return self.fell_back is None and self._capture(attempt)
 
     def forget(self, why: str) -> None:
         """Captures again at the next run, if the functions were captured; rank 0 prints it."""
@@ -75,22 +98,24 @@ class Graphs:
 
     def close(self) -> None:
         """Destroys the graphs."""
-        destroy(self._graphs)
+        self._destroy(self._graphs)
         self._graphs.clear()
-        self._pool = None
+
+    def _destroy(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        destroy(graphs)
+        self._pool.count(-len(graphs))
 
     def describe(self) -> dict[str, Any]:
         """Returns the record's facts about the graphs."""
         return {"captures": self.captures, "fell_back": self.fell_back}
 
-    def _capture(self) -> None:
+    def _capture(self, attempt: bool) -> bool:
         graphs, own, error = [], None, None
-        if self._pool is None and self._ranks.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
         for work in self._works[len(self._graphs) :]:
             watch = _Watch(self._name)
             try:
-                graphs.append(record(work, watch, self._pool, self._stream))
+                graphs.append(record(work, watch, self._pool.handle(), self._stream))
+                self._pool.count(1)
             except Exception as caught:
                 own, error = watch.says(caught) + _memory_left(self._ranks), caught
                 break
@@ -100,9 +125,13 @@ class Graphs:
         if not failed:
             self._graphs += graphs
             self.captures += 1
-            return
+            return True
+        self._destroy(graphs)
         # The lowest rank's, so that all ranks raise the same.
         reason = f"{self._name} cannot be captured: {failures[failed[0]]} (on {len(failed)} rank(s), first {failed[0]})"
+        if attempt:
+            self.clear()
+            return False
         if not self._fallback:
             raise RuntimeError(
                 f"--cuda-graph iteration: {reason}; choose --cuda-graph none, or --cuda-graph try to continue eagerly"
@@ -112,6 +141,7 @@ class Graphs:
         del error, watch  # their tracebacks hold the tensors of the failed capture
         if self._ranks.rank == 0:
             print(f"--cuda-graph try: {reason}; it runs eagerly", file=sys.stderr, flush=True)
+        return False
 
 
 def _memory_left(ranks: Ranks) -> str:

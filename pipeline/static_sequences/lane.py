@@ -21,21 +21,30 @@ EAGER = 3
 """Iterations before the first capture: NCCL and cuBLAS set themselves up in them."""
 _EAGER_AGAIN = 1
 """Iterations before the first capture of a larger space: kernels of its numbers of ids are loaded in it."""
-_SETTLED = 8
-"""Batches without a larger space after which rooms are captured before a batch needs them: from a tenth more tokens
-than any batch had down to half of these."""
-_MARGIN = 1.1
+_LEAST_AHEAD, _MOST_AHEAD, _SAMPLES_AHEAD = 16, 64, 4096
+"""Bounds of the number of batches that are read ahead, and the number of samples in these between the bounds.
+
+Of made data, 120 to 600 batches of 1,024, 128 and 16 samples on two ranks: 34, 60 and 30 graphs at 4, 4 and 3 of the
+batches, where two batches ahead, with rooms captured as batches needed them, made 92, 204 and 112 at 17, 25 and 10."""
+
+
+def batches_ahead(local_batch_size: int) -> int:
+    """Returns the number of batches that are read ahead of the one that runs, all ranks the same."""
+    return max(_LEAST_AHEAD, min(_MOST_AHEAD, _SAMPLES_AHEAD // local_batch_size))
 
 
 class Lane:
-    """Runs one batch after another, each beside the input dist of the next one, while the ranks agree on the one after
-    that. All ranks have the same number of batches, and all run them in the same room.
+    """Runs one batch after another, each beside the input dist of the next one; the ranks agree on the room of each
+    batch when it is read, many batches ahead. All ranks have the same number of batches, and all run them in the same
+    room.
 
-    A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a larger space
-    is allocated, which is captured again after an eager iteration. A room for tokens is captured when a batch first
-    needs it, later with others around it. Graphs share memory: the memory that a large one frees holds a smaller one,
-    not the other way round, so a room larger than all before makes the graphs begin anew. A batch with more rows of one
-    rank than ranks exchange runs eagerly, on all ranks (SequenceTables.eager_rows).
+    A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a space is
+    allocated that has room for all batches that were read; it is captured again after an eager iteration. Rooms for
+    tokens are captured together: from the least that a known batch needs to the largest, and beyond it by half of the
+    range between them if the GPU has the memory. Graphs share memory: the memory that a large one frees holds a smaller
+    one, not the other way round, so a room larger than all before makes the graphs begin anew, and a smaller one is
+    captured alone. A batch with more rows of one rank than ranks exchange runs eagerly, on all ranks
+    (SequenceTables.eager_rows).
     """
 
     def __init__(
@@ -49,27 +58,30 @@ class Lane:
         agreement: Agreement,
         streams: IterationStreams,
         graphs: Graphs | None,
+        forget_all: Callable[[], None],
+        ahead: int,
     ) -> None:
         """work: launches an iteration in a space, on the batch of a slot, with a room for tokens. room: to begin
-        with."""
+        with. forget_all: calls `forget` of all lanes whose graphs share memory. ahead: see `batches_ahead`."""
         self._work, self._new_space, self._iteration, self._dense = work, new_space, iteration, dense
         self._fetcher, self._agreement, self._streams, self.graphs = fetcher, agreement, streams, graphs
+        self._forget_all = forget_all
         self.room = room
         """Room of `space`, which threads that prepare batches read at any time; there is no space while it grows."""
         self.space = new_space(room)
         self._numbers: dict[tuple[int, int], int] = {}
         self._coming: deque[tuple[Prepared, Asked]] = deque()
-        self._eager, self._settled = EAGER, 0
-        self._largest = self._most = 0
-        """The largest room of the graphs, and of all batches."""
-        self._captured_down = False
-        """Whether the graphs have rooms that no batch has needed yet."""
+        self._ahead, self._eager = ahead, EAGER
+        self._largest = 0
+        """The largest room for tokens of the graphs."""
         self.reset()
 
     def reset(self) -> None:
         """Begins anew with the next batches, once those before have ended, and with the counts of `describe`."""
         self._coming.clear()
-        self._begun = self._ended = False
+        self._ended = False
+        self._least, self._most = 1 << 62, 0
+        """Fewest and most tokens of the batches that have run or run next."""
         self._now: tuple[Prepared, Needs] | None = None
         self.parity = 0
         """The slot of the batch that runs next."""
@@ -80,9 +92,9 @@ class Lane:
         """Tokens of this rank's batches, without padding."""
 
     def run(self, batches: Iterator[Prepared], check: Callable[[Space, int], None] | None = None) -> int | None:
-        """Runs the next batch, and reads two ahead of it; returns the slot that it was in, None where all have run.
+        """Runs the next batch, and reads others ahead of it; returns the slot that it was in, None where all have run.
         Collective. ValueError for batches after the end. check: called before it runs, with its space and slot."""
-        if not self._begun:
+        if self._now is None:
             self._begin(batches)
         if self._now is None:
             if next(batches, None) is not None:
@@ -129,8 +141,6 @@ class Lane:
         }
 
     def _begin(self, batches: Iterator[Prepared]) -> None:
-        self._begun = True
-        self._read(batches)
         self._read(batches)
         first, needs = self._next()
         if first is not None and needs is not None:
@@ -138,16 +148,23 @@ class Lane:
             self._bring(first, needs)
 
     def _read(self, batches: Iterator[Prepared]) -> None:
-        batch = None if self._ended else next(batches, None)
-        self._ended = batch is None
-        if batch is not None:
-            self._coming.append((batch, self._agreement.ask(batch.needs)))
+        while len(self._coming) < self._ahead and not self._ended:
+            batch = next(batches, None)
+            self._ended = batch is None
+            if batch is not None:
+                self._coming.append((batch, self._agreement.ask(batch.needs)))
 
     def _next(self) -> tuple[Prepared, Needs] | tuple[None, None]:
         if not self._coming:
             return None, None
         prepared, asked = self._coming.popleft()
-        return prepared, asked.needs()
+        needs = asked.needs()
+        self._least, self._most = min(self._least, needs.tokens), max(self._most, needs.tokens)
+        return prepared, needs
+
+    def _of_coming(self) -> list[Needs]:
+        """Returns the needs of all batches that were read and are not next."""
+        return [asked.needs() for _, asked in self._coming]
 
     def _name(self, batch: Prepared | None) -> None:
         """Names the batch of the next input dist; None leaves the last one, which is distributed again."""
@@ -158,11 +175,13 @@ class Lane:
     def _bring(self, batch: Prepared, needs: Needs) -> None:
         """Brings a batch to the slot of the next iteration, in a larger space where it needs one."""
         if not self.room.takes(needs):
-            self._grow(self.room.grown(needs))
+            self._grow(self.room.grown(Needs(*map(max, zip(needs, *self._of_coming(), strict=True)))))
+        self._streams.limit_run_ahead()
         self._name(batch)
         slot = self.space.slots[self.parity]
         self.space.tables.expect(slot.rows)
         self._iteration.input_dist(self.space, slot)
+        self._streams.end_iteration()
 
     def _with_rows(self, slot: int, rows: DistributedRows) -> Space:
         slots = list(self.space.slots)
@@ -170,24 +189,31 @@ class Lane:
         return replace(self.space, slots=(slots[0], slots[1]))
 
     def _grow(self, room: IdRoom) -> None:
-        self._forget()
         self._eager = max(self._eager, _EAGER_AGAIN)
-        self._settled = self._largest = 0
-        self._captured_down = False
+        self._allocate(room)
+        self.grown += 1
+
+    def renew(self) -> None:
+        """Begins anew with empty memory, after batches that are none of the data's."""
+        self.reset()
+        self._allocate(self.room)
+
+    def _allocate(self, room: IdRoom) -> None:
+        self._forget_all()  # an eager iteration needs as much memory as the largest graph
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.room = room
         del self.space  # before the larger one
         self.space = self._new_space(room)
-        self.grown += 1
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Destroys the graphs: rooms of batches to come are captured together again."""
         if self.graphs is not None:
             self.graphs.clear()
         self._numbers.clear()
+        self._largest = 0
 
     def _execute(self, slot: int, room: int) -> None:
-        self._settled += 1
         if self.graphs is None or self._eager > 0:
             self._eager -= 1
             self._eagerly(self.space, slot, room)
@@ -201,23 +227,28 @@ class Lane:
     def _number(self, graphs: Graphs, slot: int, room: int) -> int:
         """Returns the number of the graph of a slot and a room, which is captured with others where it is missing."""
         if (slot, room) not in self._numbers:
-            self._most = max(self._most, room)
-            for of in self._to_capture(room):
-                for each in (slot, 1 - slot):
-                    if (each, of) not in self._numbers:
-                        self._numbers[each, of] = graphs.add(partial(self._work, self.space, each, of))
+            if room <= self._largest:
+                self._add(graphs, slot, [room])
+            else:
+                self._capture_known(graphs, slot)
         return self._numbers[slot, room]
 
-    def _to_capture(self, room: int) -> list[int]:
-        """Returns the rooms to capture where a batch needs `room`, the largest first; forgets all graphs before a room
-        larger than theirs."""
-        settled = self._settled > _SETTLED
-        if room <= self._largest and (self._captured_down or not settled):
-            return [room]
-        self._forget()
-        if not settled:
-            self._largest = room
-            return [room]
-        self._captured_down, self._largest = True, room_for_tokens(int(_MARGIN * self._most))
-        rooms = rooms_down(self._largest, self._most // 2)
-        return rooms if room in rooms else [*rooms, room]
+    def _capture_known(self, graphs: Graphs, slot: int) -> None:
+        """Captures the rooms of all known batches and of some larger ones, or of the known batches alone where the GPU
+        lacks memory for more; the largest first."""
+        if self._largest:
+            self._forget_all()
+        tokens = [needs.tokens for needs in self._of_coming()]
+        least, most = min([self._least, *tokens]), max([self._most, *tokens])
+        known, beyond = room_for_tokens(most), room_for_tokens(most + (most - least) // 2)
+        for largest in sorted({known, beyond}, reverse=True):
+            self._add(graphs, slot, rooms_down(largest, room_for_tokens(least)))
+            self._largest = largest
+            if graphs.capture(attempt=largest > known) or largest == known:
+                return
+            self._forget_all()
+
+    def _add(self, graphs: Graphs, slot: int, rooms: list[int]) -> None:
+        for room in rooms:
+            for each in (slot, 1 - slot):
+                self._numbers[each, room] = graphs.add(partial(self._work, self.space, each, room))

@@ -2,6 +2,7 @@
 for each room for tokens that batches ask for and each of two slots."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -25,12 +26,12 @@ from dlrm_bench.pipeline.dynamic_state import dynamic_blocks
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
-from dlrm_bench.pipeline.static.graphs import Graphs
+from dlrm_bench.pipeline.static.graphs import Graphs, Pool
 from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
 from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
-from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
+from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane, batches_ahead
 from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
 from dlrm_bench.pipeline.static_sequences.warm_up import ROWS, unchanged
 
@@ -56,6 +57,7 @@ class StaticSequencesPipeline:
         self._iteration = Iteration(self._fetcher, self.dense, self._streams, context)
         self._evaluated = [torch.zeros(2, config.local_batch_size, device=ranks.device) for _ in range(2)]
         """Logits and labels of the batch in each slot."""
+        self._pool = Pool()
         self._train = self._new_lane("iteration", self._iteration.train, room, trains=True)
         self._eval = self._new_lane("evaluation", self._evaluate, room, trains=False)
         self._runs = self._train
@@ -78,9 +80,14 @@ class StaticSequencesPipeline:
     def _new_lane(self, name: str, work: Any, room: IdRoom, trains: bool) -> Lane:
         graphs = None
         if self._options.cuda_graph != "none":
-            graphs = Graphs(name, [], self._ranks, self._streams.main, self._options.cuda_graph == "try")
+            graphs = Graphs(name, [], self._ranks, self._streams.main, self._options.cuda_graph == "try", self._pool)
         stages = (self._iteration, self.dense, self._fetcher, self._agreement, self._streams)
-        return Lane(work, partial(self._new_space, trains=trains), room, *stages, graphs)
+        ahead = batches_ahead(self._config.local_batch_size)
+        return Lane(work, partial(self._new_space, trains=trains), room, *stages, graphs, self._forget_graphs, ahead)
+
+    def _forget_graphs(self) -> None:
+        for lane in (self._train, self._eval):
+            lane.forget()
 
     def _new_space(self, room: IdRoom, trains: bool) -> Space:
         capacity, device = self._capacity(room), self._ranks.device
@@ -95,6 +102,8 @@ class StaticSequencesPipeline:
         optimizer state and generators are as before afterwards. See pipeline/interface.py."""
         assert self._launched == 0, "a warm-up comes before the first batch"
         batch = self.prepare(self.dense.warm_up_batch())
+        if self._ranks.device.type == "cuda":  # which loads the kernels of large products when they are first launched
+            batch = replace(batch, needs=batch.needs._replace(tokens=self.dense.usual_tokens))
         kept = [*self.dense.memory(), self._guard.watch.stopped]
         count = EAGER + 2  # which capture the graph of each slot
         with unchanged(kept, self.tables.unchanged(ROWS), self._ranks):
@@ -105,6 +114,8 @@ class StaticSequencesPipeline:
             if evaluates:
                 for _ in self.evaluate(repeat(batch, count)):
                     pass
+        for lane in (self._train, self._eval):
+            lane.renew()
         self._launched = 0
 
     def prepare(self, batch: Any) -> Prepared:
@@ -112,8 +123,7 @@ class StaticSequencesPipeline:
         return self.dense.prepare(batch, self._runs.room.batch)
 
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:
-        """Runs one iteration; reads two batches ahead of the one it trains on. ValueError for batches after the
-        end."""
+        """Runs one iteration; reads `batches_ahead` of the one it trains on. ValueError for batches after the end."""
         self.dense.before_step(self._before + self._launched + 1)
         if self._train.run(batches, self._check_ids if self._options.check_ids else None) is None:
             raise StopIteration

@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.packed import Packed, by_items, events_of
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 from dlrm_bench.dlrm.dlrmv4.network import loss_of
-from dlrm_bench.dlrm.dlrmv4.static_batch import NO_ROW, IdShape, dense_batch, padded, rows_of, write_ids
+from dlrm_bench.dlrm.dlrmv4.static_batch import NO_ROW, IdShape, dense_batch, on_device, padded, rows_of, write_ids
 from tests.dlrm.dlrmv4.cases import STILL, small_model
 from tests.dlrm.dlrmv4.data.made import ITEMS, random_cache, random_maps
 
@@ -84,6 +84,15 @@ def test_ids_and_events_are_those_of_the_batch(packed: list[Packed], spare: int,
         back = padded(fixed, of.layout, pin=False)
         for name in ("samples", "item", "timestamp", "action", *(["place"] if content == "items" else [])):
             assert torch.equal(getattr(back, name), getattr(of, name)), name
+
+
+@pytest.mark.parametrize("items", [None, 5])
+def test_memory_that_no_batch_has_come_to_names_no_row(items: int | None) -> None:
+    """Input dist reads it where the second batch has to wait: rows that are made when first named stay unmade."""
+    shape = IdShape(4, 10, items)
+    ids = torch.zeros(shape.size, dtype=torch.int32)
+    write_ids(on_device(shape, torch.device("cpu")), *MAPS, ids)
+    assert set(ids.tolist()) == {NO_ROW}
 
 
 def rows_named(model: Dlrmv4Train, config: ModelConfig, ids: Tensor, shape: IdShape) -> Tensor:

@@ -16,7 +16,7 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
-from dlrm_bench.pipeline.static.graphs import Graphs
+from dlrm_bench.pipeline.static.graphs import Graphs, Pool
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.small_runs import batches_of, small
@@ -54,6 +54,53 @@ def test_graphs_are_captured_once_and_after_a_change(run_ranks: Callable[..., li
     first, second = run_ranks(2, run_directly)
     assert first == ([0, 1, 1], "something changed: the work is captured anew\n", {"captures": 2, "fell_back": None})
     assert second == ([0, 1, 1], "", first[2])
+
+
+def attempts(ranks: Ranks) -> dict[str, Any]:
+    """Two works are captured where rank 1 cannot capture the first one, then the other alone."""
+    too_large = [ranks.rank == 1]
+    capture_on_cpu(fails=lambda: too_large[0])
+    done: list[int] = []
+    pool = Pool()
+    made = Graphs("work", [cannot_be_captured, partial(done.append, 1)], ranks, None, False, pool)
+    found: dict[str, Any] = {
+        "first": made.capture(attempt=True),
+        "left": ([*made._works], [*made._graphs], pool._graphs),
+    }
+    too_large[0] = False
+    number = made.add(partial(done.append, 2))
+    found["second"] = made.capture(attempt=True)
+    made.run(number)
+    return found | {"held": pool._graphs, "captures": made.captures, "fell back": made.fell_back, "done": done}
+
+
+def test_an_attempt_that_fails_on_one_rank_leaves_nothing_on_any(run_ranks: Callable[..., list[Any]]) -> None:
+    for found in run_ranks(2, attempts):
+        assert found == {
+            "first": False,
+            "left": ([], [], 0),
+            "second": True,
+            "held": 1,
+            "captures": 1,
+            "fell back": None,
+            "done": [2],
+        }
+
+
+def test_a_pool_is_a_new_one_once_all_its_graphs_are_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's caching allocator has given the old one's memory back."""
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    pool = Pool()
+    assert [pool.handle(), pool.handle()] == [0, 1]  # the first capture failed
+    pool.count(2)
+    pool.count(1)
+    assert pool.handle() == 1
+    pool.count(-2)
+    assert pool.handle() == 1
+    pool.count(-1)
+    assert pool.handle() == 2
 
 
 def stages_then(last: Callable[[], Any]) -> None:

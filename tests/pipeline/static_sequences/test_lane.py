@@ -1,22 +1,31 @@
-"""Which rooms for tokens a lane captures, and when."""
+"""The rooms that a lane captures, and when it does so."""
 
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from dlrm_bench.dlrm.dense.static_sequences import BatchRoom, Needs, Prepared
 from dlrm_bench.pipeline.static.streams import IterationStreams
-from dlrm_bench.pipeline.static_sequences import lane
-from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
-from dlrm_bench.pipeline.static_sequences.room import IdRoom, room_for_tokens
+from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane, batches_ahead
+from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom, room_for_tokens
+
+AHEAD = 6
+IDS = (1024, 1024, 1024)
 
 
 class Recorded:
-    """Stands for graphs: what was captured, in order, and what ran."""
+    """Stands for graphs: their functions, in the order of their capture, and what ran."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
-        self.captured: list[list[int]] = []
-        self.cleared = 0
+        self.replayed: list[tuple[int, int]] = []
+        self.captures = self.cleared = 0
+        self.most = 1 << 62
+        """The largest room that memory is there for."""
 
     def clear(self) -> None:
         self.works.clear()
@@ -24,75 +33,179 @@ class Recorded:
 
     def add(self, work: Any) -> int:
         self.works.append(work)
+        self.captures += 1
         return len(self.works) - 1
 
+    def capture(self, attempt: bool) -> bool:
+        done = all(of <= self.most for _, of in self.rooms)
+        assert done or attempt
+        if not done:
+            self.works.clear()
+        return done
+
     def run(self, number: int) -> None:
-        assert number < len(self.works)
+        self.replayed.append(self.works[number].args[1:])
+
+    @property
+    def rooms(self) -> list[tuple[int, int]]:
+        """Slot and room of each function."""
+        return [work.args[1:] for work in self.works]
 
 
-def made() -> tuple[Lane, Recorded]:
-    graphs: Any = Recorded()
-    nothing: Any = None
-    of_work: Any = lambda *_: None  # noqa: E731
-    space: Any = lambda room: object()  # noqa: E731
-    streams = IterationStreams(torch.device("cpu"), overlap=False)
-    made = Lane(of_work, space, IdRoom(8, 8, 8), nothing, nothing, nothing, nothing, streams, graphs)
-    return made, graphs
+class Run:
+    """A lane over batches of given tokens, and of `ids` where these are given by the batch's number."""
+
+    def __init__(self, tokens: Sequence[int], ids: dict[int, tuple[int, int, int]] | None = None) -> None:
+        graphs: Any = Recorded()
+        self.graphs: Recorded = graphs
+        self.eager: list[int] = []
+        self.read = 0
+        self._batches = self._made(tokens, ids or {})
+        tables = SimpleNamespace(eager_rows=lambda rows: None, expect=lambda rows: None)
+        slots = (SimpleNamespace(rows=None), SimpleNamespace(rows=None))
+        new_space: Any = lambda room: SimpleNamespace(tables=tables, slots=slots)  # noqa: E731
+        one_rank: Any = SimpleNamespace(world_size=1)
+        nothing: Any = SimpleNamespace(
+            input_dist=lambda *_: None, name=lambda *_: None, padded=lambda batch, room: batch
+        )
+        streams = IterationStreams(torch.device("cpu"), overlap=False)
+        self.lane = Lane(
+            lambda space, slot, room: self.eager.append(room),
+            *(new_space, IdRoom(*IDS), nothing, nothing, nothing, Agreement(one_rank), streams, graphs),
+            forget_all=lambda: self.lane.forget(),
+            ahead=AHEAD,
+        )
+
+    def _made(self, tokens: Sequence[int], ids: dict[int, tuple[int, int, int]]) -> Iterator[Prepared]:
+        for number, count in enumerate(tokens):
+            self.read += 1
+            batch: Any = SimpleNamespace(number=number)
+            yield Prepared(batch, BatchRoom(*IDS[:2]), Needs(*ids.get(number, IDS), count))
+
+    def runs(self, count: int) -> None:
+        for _ in range(count):
+            assert self.lane.run(self._batches) is not None
+
+    def ends(self) -> bool:
+        return self.lane.run(self._batches) is None
 
 
-def rooms_of(graphs: Recorded) -> list[tuple[int, int]]:
-    """Slot and room of each function, in the order of their capture."""
-    return [work.args[1:] for work in graphs.works]
+def room(tokens: int) -> int:
+    return room_for_tokens(tokens)
 
 
-def test_rooms_are_captured_down_from_a_margin_once_spaces_have_settled() -> None:
-    lane_, graphs = made()
-    small, large = room_for_tokens(1000), room_for_tokens(1500)
-    for _ in range(EAGER):
-        lane_._execute(0, small)
-    assert graphs.works == []
-    lane_._execute(0, small)
-    assert rooms_of(graphs) == [(0, small), (1, small)]
-    lane_._execute(1, large)  # which begins anew: its memory holds the small one's, and not the other way round
-    assert rooms_of(graphs) == [(1, large), (0, large)]
-    for _ in range(lane._SETTLED):
-        lane_._execute(0, large)
-    assert len(graphs.works) == 2
-    lane_._execute(0, small)
-    rooms = [room for _, room in rooms_of(graphs)[::2]]
-    assert rooms == sorted(rooms, reverse=True)
-    assert rooms[0] == room_for_tokens(int(1.1 * large))
-    assert rooms[-1] <= small
-    assert rooms[-1] >= large // 2 - 64
-    before, cleared = len(graphs.works), graphs.cleared
-    for room in rooms:
-        lane_._execute(1, room)
-    assert len(graphs.works) == before
-    lane_._execute(0, room_for_tokens(100))
-    assert rooms_of(graphs)[before:] == [(0, room_for_tokens(100)), (1, room_for_tokens(100))]
-    assert graphs.cleared == cleared
-    lane_._execute(0, room_for_tokens(4000))
-    assert graphs.cleared == cleared + 1
-    assert rooms_of(graphs)[0] == (0, room_for_tokens(int(1.1 * room_for_tokens(4000))))
+def test_rooms_from_the_least_known_to_beyond_the_largest_are_captured_together() -> None:
+    run = Run([1000] * EAGER + [1200, 1100, 1500, 1400, 1100, 1200, 1000, 1700])
+    run.runs(EAGER)
+    assert run.eager == [room(1000)] * EAGER
+    assert run.graphs.works == []
+    run.runs(1)  # with all up to batch 3 + AHEAD known: 1000 to 1500, so up to 1750
+    captured = [of for _, of in run.graphs.rooms[::2]]
+    assert captured == sorted(captured, reverse=True)
+    assert (captured[0], captured[-1]) == (room(1750), room(1000))
+    assert run.graphs.rooms == [(slot, of) for of in captured for slot in (1, 0)]  # that of the batch at hand first
+    run.runs(7)
+    assert run.graphs.captures == 2 * len(captured)
+    assert [of for _, of in run.graphs.replayed] == [
+        room(of) for of in (1200, 1100, 1500, 1400, 1100, 1200, 1000, 1700)
+    ]
+    assert [slot for slot, _ in run.graphs.replayed] == [1, 0] * 4
+    assert run.ends()
 
 
-def test_a_larger_space_forgets_all_and_begins_with_an_eager_iteration() -> None:
-    lane_, graphs = made()
-    for _ in range(EAGER + 1):
-        lane_._execute(0, 1024)
-    lane_._grow(IdRoom(16, 16, 16))
-    lane_._execute(0, 512)
-    assert graphs.works == []
-    lane_._execute(1, 512)
-    assert rooms_of(graphs) == [(1, 512), (0, 512)]
-    assert lane_.room == IdRoom(16, 16, 16)
+def test_rooms_beyond_the_largest_known_are_captured_only_if_there_is_memory_for_them() -> None:
+    run = Run([1000] * EAGER + [1200, 1500] * 4)
+    run.graphs.most = room(1500)
+    run.runs(EAGER + 8)
+    captured = [of for _, of in run.graphs.rooms[::2]]
+    assert (captured[0], captured[-1]) == (room(1500), room(1000))
+    assert len(run.graphs.replayed) == 8
+
+
+def test_batches_of_one_room_capture_that_room_alone() -> None:
+    run = Run([1000] * 12)
+    run.runs(12)
+    assert run.graphs.rooms == [(1, room(1000)), (0, room(1000))]
+
+
+def test_a_smaller_room_is_captured_alone_and_a_larger_one_with_all_that_are_known() -> None:
+    late = EAGER + 1 + AHEAD
+    run = Run([1000, 1500] * 8 + [700] + [1000] * AHEAD + [4000] + [1500] * late)
+    run.runs(16)
+    before, cleared = list(run.graphs.rooms), run.graphs.cleared
+    run.runs(1)
+    assert run.graphs.rooms[len(before) :] == [(0, room(700)), (1, room(700))]
+    assert run.graphs.cleared == cleared
+    run.runs(AHEAD)
+    captures = run.graphs.captures
+    run.runs(1)
+    assert run.graphs.cleared == cleared + 1
+    captured = [of for _, of in run.graphs.rooms[::2]]
+    assert (captured[0], captured[-1]) == (room(4000 + 3300 // 2), room(700))
+    captures = run.graphs.captures
+    run.runs(late)
+    assert run.graphs.captures == captures
+
+
+def test_a_larger_space_has_room_for_all_batches_read_and_is_captured_after_an_eager_iteration() -> None:
+    ids = {5: (2000, 10, 10), 6: (10, 3000, 10), 5 + AHEAD: (2500, 10, 10), 6 + AHEAD: (9000, 10, 10)}
+    run = Run([1000] * 30, ids)
+    run.runs(5)
+    assert run.lane.grown == 1  # while batch 4 runs, and batches up to 4 + AHEAD are known
+    assert (run.lane.room.events, run.lane.room.items, run.lane.room.rows) == (3072, 5120, 1024)
+    assert run.graphs.works == []
+    eager = len(run.eager)
+    run.runs(1)
+    assert len(run.eager) == eager + 1
+    run.runs(1)
+    assert len(run.graphs.rooms) == 2
+    run.runs(4)
+    assert run.lane.grown == 1
+    run.runs(2)
+    assert run.lane.grown == 2
 
 
 def test_a_larger_space_takes_none_of_the_first_eager_iterations() -> None:
-    lane_, graphs = made()
-    lane_._grow(IdRoom(16, 16, 16))
-    for _ in range(EAGER):
-        lane_._execute(0, 512)
-    assert graphs.works == []
-    lane_._execute(0, 512)
-    assert rooms_of(graphs) == [(0, 512), (1, 512)]
+    run = Run([1000] * 10, {0: (5000, 1, 1)})
+    run.runs(EAGER)
+    assert run.lane.grown == 1
+    assert run.graphs.works == []
+    run.runs(1)
+    assert len(run.graphs.rooms) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, AHEAD, AHEAD + 3])
+def test_batches_are_read_so_far_ahead_and_run_to_the_last(count: int) -> None:
+    run = Run([1000] * count)
+    for number in range(count):
+        run.runs(1)
+        assert run.read == min(count, number + 1 + AHEAD)
+    assert run.ends()
+    assert run.ends()
+    assert sum(run.lane.rooms.values()) == count
+    run._batches = Run([1000] * 3)._batches
+    with pytest.raises(ValueError, match="give one iterator over all of them"):
+        run.lane.run(run._batches)
+
+
+def test_warm_up_batches_leave_no_range_behind() -> None:
+    run = Run([9000] * 8 + [1000] * 10)
+    run.lane._ahead = 1
+    run.runs(7)
+    before = run.lane.space
+    run.lane.renew()
+    assert run.lane.space is not before
+    assert run.graphs.works == []
+    run.runs(4)
+    assert {of for _, of in run.graphs.rooms} == {room(1000)}
+
+
+def test_more_batches_are_read_ahead_where_they_are_small() -> None:
+    assert [batches_ahead(samples) for samples in (1, 16, 64, 128, 256, 1024, 8192)] == [64, 64, 64, 32, 16, 16, 16]
+
+
+def test_the_needs_of_batches_ahead_come_in_the_order_of_the_batches() -> None:
+    run = Run([1000, 1100, 1200, 1300])
+    run.lane._read(run._batches)
+    assert isinstance(run.lane._coming, deque)
+    assert [needs.tokens for needs in run.lane._of_coming()] == [1000, 1100, 1200, 1300]
