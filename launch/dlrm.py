@@ -1,17 +1,18 @@
-"""Trains a recommender as a preset says; leaves an MLPerf log and a record of its latency.
+"""Trains a recommender as configured by a preset; writes an MLPerf log and a record of its latency.
 
 torchrun --nproc_per_node 2 launch/dlrm.py --preset smoke [--pipeline static] [--field value ...]
 
-Where pip installed the package, `-m dlrm_bench.launch.dlrm` takes the place of `launch/dlrm.py`. The exit status is 0
-when the target was reached or there was none, 1 after a failure, 2 for bad input, 3 when the target was missed, 4 when
-the compliance checker refuses the log; torchrun turns all but 0 into 1.
+If pip installed the package, use `-m dlrm_bench.launch.dlrm` instead of `launch/dlrm.py`. The exit status is 0 if the
+target was reached or there was none, 1 after a failure, 2 for bad input, 3 if the target was missed, 4 if the
+compliance checker refuses the log; torchrun turns every status but 0 into 1.
 
---preset names one of the presets below and gives the defaults. --pipeline takes torchrec (stock, the default),
-five-stage or static, and adds the options of that pipeline. Two flags show what a run would do and stop, without
-torchrun: --print-config prints the resolved configuration, --print-plan [RANKS] the tables of each rank of the static
-pipeline, and its load; RANKS defaults to torchrun's WORLD_SIZE, or else 8. Its times are those of an H200; with
---limits FILE, a limits.json of `dlrm-bench limits`, those of the GPUs measured there. Nodes have --gpus-per-node GPUS,
-8 by default, between them --network-gb-s RATE a GPU, 45 GB/s by default, and --host-memory-gb GB, 137 a GPU by default.
+The flag --preset selects one of the presets below, whose values are the defaults. --pipeline takes torchrec (stock, the
+default), five-stage or static, and adds the options of that pipeline. Two flags print and exit, without torchrun:
+`--print-config` prints the resolved configuration, --print-plan [RANKS] the tables and the load of each rank under the
+static pipeline; RANKS defaults to torchrun's WORLD_SIZE, or else 8. The plan's times are those of an H200, or, with
+`--limits FILE` (a limits.json of `dlrm-bench limits`), of the GPUs measured there. For the plan, --gpus-per-node GPUS
+sets the size of a node (default 8), --network-gb-s RATE the network's rate per GPU (default 45 GB/s), and
+`--host-memory-gb GB` the host memory per GPU (default 137).
 """
 
 import argparse

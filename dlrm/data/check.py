@@ -17,9 +17,9 @@ class CheckConfig:
     directory: Annotated[Path, tyro.conf.Positional]
     """Directory of the data."""
     fast: bool = False
-    """Look at sizes, headers and samples of the files only: seconds instead of hours."""
+    """Check only sizes, headers and a few samples of the files: seconds instead of hours."""
     mlperf: bool = False
-    """The files are MLPerf's own: compare all counts, and the checksum of every file."""
+    """Treat the files as MLPerf's own: compare all counts, and the checksum of every file."""
 
     def __post_init__(self) -> None:
         if self.mlperf and self.fast:

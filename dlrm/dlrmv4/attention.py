@@ -10,8 +10,8 @@ from dlrm_bench.kernels.dense.last_query_attention import LastQueryAttention
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of a projection [N, 4 * heads * width] that holds u, v, q and k of all heads. It does not use u, whose
-    columns of the gradient are zero."""
+    """Attention over a projection [N, 4 * heads * width] with u, v, q and k of all heads. It does not use u: the
+    gradient of u's columns is zero."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, offsets: Tensor, heads: int, length: int) -> Tensor:
@@ -53,9 +53,9 @@ def attention(projected: Tensor, offsets: Tensor, heads: int, length: int) -> Te
 
 
 def last_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, heads: int, length: int) -> Tensor:
-    """Returns what `attention` does for the last token of each sequence, [B, heads * width].
+    """Returns the output of `attention` for the last token of each sequence, [B, heads * width].
 
-    query: of these tokens, [B, heads * width]; key, value: of all tokens, [N, heads * width].
+    query: of the last tokens, [B, heads * width]; key, value: of all tokens, [N, heads * width].
     """
     of_heads = (of.unflatten(1, (heads, -1)) for of in (query, key, value))
     return LastQueryAttention.apply(*of_heads, offsets, length).flatten(1)

@@ -33,22 +33,22 @@ class DenseBatch:
     longest: int
     """Tokens of the longest sequence, counted on the host: nothing waits for the device to know it."""
     event: Tensor | None = None
-    """Index among E distinct events of each event of the histories, int32 [T]; embeddings and `action` then hold item,
-    artist, album and action of the E alone. None where they hold those of all T."""
+    """Distinct event (0 to E - 1) of each event of the histories, int32 [T]; embeddings and `action` then contain only
+    the E distinct events. None: they contain all T events."""
     item: Tensor | None = None
-    """Index among I distinct items of each of the E distinct events, int32 [E]; embeddings then hold item, artist and
-    album of the I alone, and each action is one bit. None where they hold those of events."""
+    """Distinct item (0 to I - 1) of each of the E distinct events, int32 [E]; embeddings then contain only the I
+    distinct items, and each action is one bit. None: embeddings contain events."""
     attention_factor: Tensor | None = None
-    """fp32 [], what attention is multiplied by, where `longest` is more than the longest sequence has."""
+    """Factor on attention, fp32 [], if `longest` exceeds the length of the longest sequence."""
 
 
 @dataclass(kw_only=True)
 class Batch(DenseBatch, Pipelineable):
-    """TorchRec runs its input dist ahead where the tables' input is a field of the batch and nothing else, so the ids
-    are joined before."""
+    """A batch whose ids are one field, because TorchRec runs its input dist ahead only if the tables' input is a field
+    of the batch."""
 
     features: KeyedJaggedTensor
-    """int32 ids of the features of `tables`, in their order; of distinct events their lengths mean nothing."""
+    """int32 ids of the features of `tables`, in that order; for distinct events, lengths have no meaning."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """Returns the batch on `device`."""
@@ -74,13 +74,13 @@ class Batch(DenseBatch, Pipelineable):
 def batch_of(samples: Samples, config: ModelConfig, distinct: bool = False) -> Batch:
     """Returns `samples`, on the host, as a batch; its KeyedJaggedTensor is a copy of their ids, all else their memory.
 
-    distinct: each pair of item and action in the histories once, in order of items. All that a token is beside its
-    place and time follows from the pair, so that tables are read and tokens made once a pair: the same results but for
-    the order of sums. The host sorts T numbers for it.
-    ValueError where there is no sample, where a history is longer than --model.max-history, or where distinct events
-    are asked for and an item has two artists or two albums.
+    distinct: keep each pair of item and action in the histories once, in order of items. Except for place and time, a
+    token follows from the pair, so tables are read and tokens made once per pair: the same results up to the order of
+    sums. The host sorts T numbers for this.
+    ValueError if there is no sample, if a history is longer than --model.max-history, or if distinct events are
+    requested and an item has two artists or two albums.
     """
-    require(len(samples.labels) > 0, "a batch has no samples, which TorchRec's KeyedJaggedTensor cannot say: drop it")
+    require(len(samples.labels) > 0, "a batch has no samples, which a KeyedJaggedTensor cannot represent: drop it")
     longest = longest_of(samples)
     require(
         longest <= config.max_length,
@@ -109,9 +109,9 @@ def batch_of(samples: Samples, config: ModelConfig, distinct: bool = False) -> B
 
 
 def batch_of_packed(packed: Packed, artist: Tensor, album: Tensor, config: ModelConfig) -> Batch:
-    """Returns a packed batch, on whatever device its buffer is, as a batch there, without a wait for it: each event of
-    a user that it names once, so that tables are read and tokens made once for it; or each distinct item, where the
-    packed batch names these.
+    """Returns a packed batch as a Batch on the device of its buffer, without waiting for the device: with each distinct
+    event of a user once, so that tables are read and tokens made once per event; or with each distinct item once, if
+    the packed batch contains items.
 
     artist, album: int32 by item, on that device (ItemMaps).
     """
@@ -157,8 +157,8 @@ def _distinct(samples: Samples) -> tuple[Tensor, Tensor]:
         other = of[first][event] != of
         require(
             not bool(other.any()),
-            f"samples.{name}: item {int(samples.item[other.int().argmax()]) if len(other) else 0} has two; distinct "
-            "events need one for each item, or batches with distinct=False",
+            f"samples.{name}: item {int(samples.item[other.int().argmax()]) if len(other) else 0} has two values; give "
+            "each item one, or make batches with distinct=False",
         )
     return first, event.int()
 
@@ -195,8 +195,8 @@ def _kjt(samples: Samples, config: ModelConfig, named: tuple[Tensor, ...], of_na
 def check_samples(samples: Samples, config: ModelConfig) -> None:
     """Raises ValueError unless shapes and dtypes are those of Samples and each id is a row of its table.
 
-    Reads every id: for files that are read the first time and for tests, not for every batch. For an id that is too
-    large, FBGEMM's kernels read the memory behind a table.
+    Reads every id: use it for files that are read for the first time and in tests, not for every batch. If an id is too
+    large, FBGEMM's kernels read memory beyond the table.
     """
     size, events = len(samples.lengths), int(samples.lengths.sum())
     shapes: dict[str, tuple[int, ...]] = {"context": (len(config.context_rows), size)}

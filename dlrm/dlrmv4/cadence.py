@@ -9,12 +9,12 @@ from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import TRAIN_SAMPLES
 
 
 def cadence(train_samples: int, global_batch_size: int, evaluations: int) -> Evaluations:
-    """Returns when a run evaluates that has `train_samples` in an epoch and, if it evaluated from its beginning, as
-    many evaluations in it: every ceil(train_samples / evaluations / global batch) iterations.
+    """Returns the iterations at which a run evaluates: every ceil(train_samples / evaluations / global batch)
+    iterations, which is `evaluations` times per epoch of `train_samples` if counted from the beginning.
 
-    The first is on the first point of that grid from which the reference saw runs converge: its linear fit through its
-    runs, floor((4480 * global batch + 135,331,840) / 3) samples. Where an epoch has other samples than MLPerf's, as on
-    made data, it is at the same share of the epoch.
+    The first evaluation is at the first grid point at which the reference's runs may have converged, by the reference's
+    linear fit: floor((4480 * global batch + 135,331,840) / 3) samples. If an epoch has another number of samples than
+    MLPerf's, as with generated data, the first evaluation is at the same share of the epoch.
     """
     every = -(-train_samples // (evaluations * global_batch_size))
     earliest = (4480 * global_batch_size + 135_331_840) // 3

@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.tables import Tables
 
 EVENT_TABLES = ("item_id", "artist_id", "album_id")
-"""Tables that each event of a history names a row of, and the candidate too."""
+"""Tables of which each event of a history, and the candidate, names one row."""
 CONTEXT_TABLES = (
     "uid",
     "user_x_artist",
@@ -55,9 +55,9 @@ class Table(NamedTuple):
 class ModelConfig:
     """DLRMv4: eleven tables, tokens of context, history and candidate, layers of causal SiLU attention, one logit.
 
-    Two things may differ from the reference on purpose. attention_scale says by what attention is divided. Dropout
-    masks come from torch's generator, in the order of the reference's PyTorch operators, so that equal seeds give equal
-    masks there (last_layer all); its Triton kernels draw others.
+    Two things may differ from the reference on purpose. attention_scale sets the divisor of attention. Dropout masks
+    come from torch's generator, in the order of the reference's PyTorch operators, so that equal seeds give equal masks
+    with these operators (last_layer all); the reference's Triton kernels draw other masks.
     """
 
     event_rows: tuple[int, int, int] = (9_390_624, 1_293_395, 3_367_692)
@@ -102,31 +102,31 @@ class ModelConfig:
     loss_weight: float = 0.2
     """Factor of the mean binary cross-entropy."""
     attention_scale: AttentionScale = "longest"
-    """Divisor of attention weights. longest: the tokens of the longest sequence of this rank's batch, as in the
-    reference, so that moving a sample to another rank changes results slightly. maximum: the tokens that the longest
-    history allows, the same for every batch and every number of ranks."""
+    """Divisor of attention weights. longest: the number of tokens of the longest sequence in this rank's batch, as in
+    the reference, so that moving a sample to another rank changes results slightly. maximum: the largest number of
+    tokens that --model.max-history allows, the same for every batch and every number of ranks."""
     last_layer: LastLayer = "all"
-    """Tokens whose output the last layer computes. all: every token's, as in the reference unless its
-    HSTU_LAST_LAYER_TARGETS_ONLY is set. candidates: the candidates' alone, as no other output is read; keys and values
-    are computed for every token. The results are the same, except for dropout's masks."""
+    """Tokens for which the last layer computes an output. all: every token, as in the reference unless its
+    HSTU_LAST_LAYER_TARGETS_ONLY is set. candidates: only the candidates, as no other output is read; keys and values
+    are computed for every token. The results are the same, except for dropout masks."""
     dropout_seed: DropoutSeed = "rank"
-    """Seeds of dropout. rank: a different one on each rank. same: one seed on all ranks, so that samples at equal
-    places of equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
+    """Seeds of dropout. rank: a different seed on each rank. same: one seed on all ranks, so that samples at the same
+    position of equally long batches lose the same elements, as in the reference (its DECORRELATE_DROPOUT is 0)."""
     recompute_layers: bool = False
-    """Keep only the input of each layer for its backward pass and compute the rest again (torch.utils.checkpoint); of
-    fused kernels the input and attention, and compute the projection again."""
+    """Keep only the input of each layer for its backward pass and recompute the rest (torch.utils.checkpoint). Fused
+    kernels keep the input and attention, and recompute the projection."""
     kernels: Kernels = "plain"
-    """Code that makes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one kernel forward and one
-    backward for each of these, with equal gradients run by run; the same results, but for dropout's masks, which come
-    of a counter whose seed torch's generator draws for each batch. Widths must be powers of two."""
+    """Code that computes tokens, norms, gates and dropout. plain: PyTorch's operators. fused: one forward and one
+    backward kernel for each of these, with gradients equal from run to run. Results are the same except for dropout
+    masks, which come from a counter whose seed torch's generator draws for each batch. Widths must be powers of two."""
     content: Content = "events"
-    """Rows that tables are read for, and the content of tokens made of. events: of each event of a user that a rank's
-    batch has, once, however many samples share it. items: of each distinct item of these events, once, which reader
-    threads find by a sort; a token adds its action afterwards. The same results, but for the order of sums."""
+    """Rows that tables are read for, and that the content of tokens is computed for. events: each distinct event of a
+    rank's batch once, even if several samples share it. items: each distinct item of these events once; reader threads
+    find the items by a sort, and a token adds its action afterwards. Results are the same up to the order of sums."""
     network: Network = "own"
-    """Code that computes the dense network. own: this project's. reference: the modules of MLPerf's reference, their
-    Triton kernels tuned on this GPU when they first run. reference-as-shipped: these with the settings that it ships,
-    an MI350X's. A baseline, for the torchrec pipeline; needs --model.reference."""
+    """Code that computes the dense network. own: this project's. reference: the modules of MLPerf's reference, with
+    Triton kernels tuned on this GPU when they first run. reference-as-shipped: the same modules with the kernel
+    settings that the reference ships, for an MI350X. A baseline for the torchrec pipeline; needs --model.reference."""
     reference: Path | None = None
     """Folder recommendation/ of a checkout of mlcommons/training, for --model.network reference."""
 
@@ -237,8 +237,8 @@ class ModelConfig:
 
     @property
     def tables(self) -> Tables:
-        """The embedding tables as built. Ids a sample are a mean: histories are half as long as the longest, about
-        those of Yambda's first windows."""
+        """The embedding tables as built. The number of ids per sample is an estimate of the mean: half of the longest
+        history, about the mean in Yambda's first windows."""
         events, context = len(EVENT_TABLES), len(CONTEXT_TABLES)
         return Tables(
             names=(*EVENT_TABLES, *CONTEXT_TABLES),
@@ -271,10 +271,10 @@ class OptimizerConfig:
     """Adam on dense weights, row-wise Adagrad on tables, one rate for both; MLPerf fixes all but the rate."""
 
     learning_rate: float = 1e-6
-    """Rate after the ramp. MLPerf's is 1e-6 for a global batch of 8,192 and grows with it; 0.5 to 1.5 times that is
-    allowed."""
+    """Rate after the ramp. MLPerf's rate is 1e-6 for a global batch of 8,192, proportional to the global batch; 0.5 to
+    1.5 times this rate is allowed."""
     ramp_steps: int = 24_000
-    """Iterations over which the rate rises from 0, that of the first iteration; 0 for a constant rate."""
+    """Number of iterations over which the rate rises from 0 in the first iteration; 0 for a constant rate."""
     adam_betas: tuple[float, float] = (0.95, 0.999)
     """Adam's decay of the mean and of the mean square of gradients."""
     adam_eps: float = 1e-8
@@ -282,7 +282,7 @@ class OptimizerConfig:
     adagrad_eps: float = 1e-8
     """Row-wise Adagrad's epsilon."""
     clip_norm: float = 1.0
-    """Longest norm of the dense gradient, averaged over ranks and over all dense weights together; 0 for any."""
+    """Maximum norm of the dense gradient (mean over ranks, all dense weights together); 0 for no limit."""
 
     def __post_init__(self) -> None:
         require(
@@ -325,20 +325,20 @@ def mlperf_learning_rate(global_batch_size: int) -> float:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig:
-    """The source of the samples: a folder of events, by Yambda or made, and the windows of it that train."""
+    """The source of the samples: a folder of events, Yambda's or generated, and its training windows."""
 
     path: Path = Path("data/yambda")
-    """Folder with processed_5b/hstu_cache_L*/ and shared_metadata/: MLCommons' download, what `dlrm-bench data
-    preprocess` makes of Yambda, or what `data generate` makes. The last window evaluates."""
+    """Folder with processed_5b/hstu_cache_L*/ and shared_metadata/: MLCommons' download, the output of `dlrm-bench data
+    preprocess`, or that of `data generate`. The last window evaluates."""
     train_windows: int | None = None
     """Number of training windows, from the first one on; by default all but the last."""
     deal: Deal = "stride"
-    """Dealing of a global batch's samples to the ranks. stride: rank r has every world_size-th from the r-th on, as in
-    the reference. users: neighbouring samples of few users, so that a rank reads fewer rows, with sums of
-    tokens and of their squares that exceed the mean by 3 % at most. Steps have the same samples."""
+    """Assignment of a global batch's samples to the ranks. stride: rank r gets every world_size-th sample from the r-th
+    on, as in the reference. users: each rank gets neighbouring samples of few users, so that it reads fewer rows; its
+    sums of tokens and of their squares exceed the mean by 3 % at most, if possible. Steps keep their samples."""
     drop_last_evaluation: bool = True
-    """Leave out of an evaluation what does not fill a global batch, as the reference does: at 4,096 samples, 2,012 of
-    the 2,058,204 that it logs. Otherwise every sample counts."""
+    """Drop the last samples of an evaluation that do not fill a global batch, as the reference does: with a global
+    batch of 4,096, 2,012 of the 2,058,204 samples that it logs. Otherwise every sample counts."""
     prefetch_batches: int = 4
     """Batches that the reader threads keep ready in pinned memory, ahead of the GPU."""
     reader_threads: int = 2

@@ -1,9 +1,9 @@
 """Operations and bytes of an iteration of DLRMv4, from the model's sizes and the lengths of its histories alone.
 
-Floating-point operations count an addition and a multiplication as two. A product's backward pass has two products
-more, that of attention five to the forward pass's two. Causal attention counts the pairs of tokens that see each other,
-half of all. Norms, gates and dropout are not counted: memory bounds them, not arithmetic. These conventions are the
-reference's (modules/dlrm_hstu.py, _hstu_layer_flops), so that figures can be compared; it counts layers only.
+An addition and a multiplication count as two floating-point operations. The backward pass of a product has two further
+products; attention's backward has five products, its forward two. Causal attention counts the pairs of tokens that see
+each other, half of all pairs. Norms, gates and dropout are not counted: they are bound by memory, not arithmetic. These
+conventions are the reference's (modules/dlrm_hstu.py, _hstu_layer_flops), which counts layers only, for comparison.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,11 @@ from dlrm_bench.dlrm.dlrmv4.config import (
 )
 
 _TRAINED = 3
-"""Number of products of a linear layer in training for one in its forward pass: also gradients of its input and its
-weights."""
+"""Number of products of a linear layer in training: the forward product, and the gradients of input and weights."""
 _ATTENTION_FORWARD = 2
-"""Products of attention's forward pass: of queries and keys, of weights and values."""
+"""Number of products in attention's forward pass: queries with keys, and weights with values."""
 _ATTENTION_TRAINED = 7
-"""And of both passes: backward computes the weights again, their gradient, and those of queries, keys and values."""
+"""Number of products in both passes: backward recomputes the weights and computes four gradients."""
 _ADAGRAD_STATE = 4  # bytes of a row's state
 _FP32 = 4
 
@@ -43,9 +42,9 @@ class Lengths:
 
 
 EARLY = Lengths(mean=2082, mean_square=2302**2)
-"""Yambda's first windows: events of the reference's logs, from the share of its padding."""
+"""Lengths in Yambda's first windows, derived from the share of padding in the reference's logs."""
 LATER = Lengths(mean=2663, mean_square=2944**2)
-"""Those in which runs come to the target."""
+"""Lengths in the windows in which runs reach the target."""
 LONGEST = Lengths(mean=4096, mean_square=4096**2)
 """Lengths that the reference's README assumes."""
 
@@ -77,10 +76,10 @@ def flop_per_sample(
 ) -> Flop:
     """Returns the operations of one sample.
 
-    trained: forward and backward pass; else forward alone. last_layer_candidates: the last layer computes keys and
-    values of all tokens, and all else for the candidates alone, whose outputs alone are read. content_rows: rows a
-    sample of the preprocessor's MLPs, where each distinct one is computed once; by default the events of a history and
-    its candidate.
+    trained: forward and backward pass; otherwise forward only. last_layer_candidates: the last layer computes keys and
+    values for all tokens, and everything else only for the candidates, whose outputs are the only ones read.
+    content_rows: rows per sample of the preprocessor's MLPs, if each distinct row is computed once; by default the
+    events of a history and its candidate.
     """
     width, inner, columns = model.width, model.inner, model.embedding_dim
     hidden = model.preprocessor_hidden
@@ -141,7 +140,7 @@ class TableBytes:
 
 
 def table_bytes(model: ModelConfig, rows: float) -> TableBytes:
-    """Returns the bytes of `rows` rows in fp32, be it each lookup's (lookups_per_sample) or each distinct row once."""
+    """Returns the bytes of `rows` fp32 rows: one row per lookup (lookups_per_sample), or each distinct row once."""
     row = _FP32 * model.embedding_dim
     return TableBytes(
         lookup=2 * rows * row,

@@ -1,7 +1,7 @@
 """The first layer's input by fused kernels, with its gradients summed in a fixed order.
 
-Kept for the backward pass: two rows' numbers of each token, 8 bytes. The backward pass has one more gradient of all
-tokens, and sorts these numbers.
+The forward pass keeps two row numbers per token, 8 bytes. The backward pass needs one additional gradient of all tokens
+and sorts the row numbers.
 """
 
 from __future__ import annotations

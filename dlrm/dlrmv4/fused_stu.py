@@ -1,10 +1,10 @@
 """An STU layer by fused kernels: what stu.py computes, with its backward pass written out.
 
-Memory kept for the backward pass, bytes a token in bf16, width 512: the layer's input 1,024, attention 1,024, and the
-projection 4,096 unless it is computed again; of a last layer of candidates alone the input and 2,048 of keys and
-values. Three layers of 1,024 samples of 2,082 tokens keep 32.7 GB, or 10.9 GB with recompute; the backward pass of a
-layer needs room for the gradients of the projection, 8.7 GB, of the joined rows, 6.5 GB, and of a few more rows of
-tokens. Norms, gates and dropout's masks are computed again in the kernels that need them.
+Memory kept for the backward pass, in bytes per token (bf16, width 512): 1,024 for the layer's input, 1,024 for
+attention, and 4,096 for the projection unless it is recomputed; a last layer for candidates only keeps the input and
+2,048 for keys and values. Three layers with 1,024 samples of 2,082 tokens keep 32.7 GB, or 10.9 GB with recomputation;
+the backward pass of a layer also needs 8.7 GB for the gradients of the projection, 6.5 GB for those of the joined rows,
+and a few more rows of tokens. Norms, gates and dropout masks are recomputed in the kernels that need them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EPS = 1e-6
 
 
 class LayerWeights(NamedTuple):
-    """An STU layer's, as stu.py has them; in a computation all of the tokens' format."""
+    """The weights of an STU layer, as in stu.py; during a computation, all in the tokens' number format."""
 
     norm_weight: Tensor
     norm_bias: Tensor
@@ -43,8 +43,8 @@ class LayerWeights(NamedTuple):
 
 
 class LayerOptions(NamedTuple):
-    """heads of attention; length that it is divided by; whether the projection is computed again in the backward pass;
-    whether the candidates alone have an output; dropout of the output product's input."""
+    """Options of a layer: number of attention heads; divisor of attention; whether backward recomputes the projection;
+    whether only candidates have an output; dropout of the output product's input."""
 
     heads: int
     length: int
@@ -163,7 +163,7 @@ def _sequences(offsets: Tensor, options: LayerOptions) -> Sequences:
 
 
 def _count(ends: Tensor) -> Tensor:
-    """Returns their number, int64 [1], on their device."""
+    """Returns the number of `ends`, int64 [1], on their device."""
     return torch.full((1,), len(ends), device=ends.device)
 
 
@@ -192,7 +192,7 @@ def _through_join(
     of_weights: LayerWeights,
 ) -> Tensor:
     """Returns the joined rows, and stores gradients of gate, attention and their norm."""
-    joined = torch.mm(grad, weights.output.t())  # their gradient, and then themselves
+    joined = torch.mm(grad, weights.output.t())  # the joined rows' gradient, overwritten below by the rows
     norm = weights.output_norm_weight, weights.output_norm_bias
     of_norm = of_weights.output_norm_weight, of_weights.output_norm_bias
     gated_norm_backward(joined, gate, attended, *norm, end, options.dropout, of_gate, of_attended, *of_norm, EPS)
@@ -208,7 +208,7 @@ def _through_norm(
     normed: Tensor | None,
     of_weights: LayerWeights,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of tokens, and their norm, which takes of_normed's memory unless it is given."""
+    """Returns the gradient of the tokens and the normed tokens; unless `normed` is given, they reuse of_normed."""
     of_tokens = torch.empty_like(tokens) if normed is None else of_normed
     again = of_normed if normed is None else None
     norm, of_norm = weights[:2], of_weights[:2]

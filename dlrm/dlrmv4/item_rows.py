@@ -1,10 +1,11 @@
 """Tokens' rows of distinct items: content of each item once, and each action's part added to it.
 
-1. A packed event has its item's artist and album and one of three actions: its row is one of 3 I, for I distinct items.
-2. Reader threads find these by a sort (data/packed.py), so that all shapes are the host's and nothing waits.
-3. Tables are read, and content computed, for I + B rows, not for those of the E distinct events.
-4. The kernel of the first layer's input gathers row 3 * item + action; place, time, context, dropout are as before.
-5. It sums tokens' gradients by row in a fixed order (sorted_sums); these are then summed here, in fp32 inside a sum.
+1. A packed event has its item's artist and album, and one of three actions: with I distinct items, it has one of 3 I
+   rows.
+2. Reader threads find the distinct items by a sort (data/packed.py): the host knows all shapes, and nothing waits.
+3. Tables are read, and content is computed, for I + B rows instead of the E distinct events.
+4. The kernel for the first layer's input gathers row 3 * item + action; place, time, context, dropout are unchanged.
+5. The kernel sums token gradients by row in a fixed order (sorted_sums); this module sums these rows, in fp32.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ def rows_of_events(batch: DenseBatch) -> Tensor:
 
 
 class _ItemRows(torch.autograd.Function):
-    """A broadcast and a joint of two sums, which autograd would copy once more each way."""
+    """A broadcast sum and a concatenation in one buffer; autograd would make one more copy in each direction."""
 
     @staticmethod
     def forward(ctx: Any, content: Tensor, actions: Tensor, candidates: int) -> Tensor:

@@ -53,7 +53,7 @@ _ITEMS = Rung(
 _USERS = Rung(
     "users",
     (*_ITEMS.flags, "--data.deal", "users"),
-    "Rows of other ranks' users: a rank has the neighbouring samples of few, with equal sums of tokens and squares.",
+    "Rows of other ranks' users: a rank has neighbouring samples of few users, with equal sums of tokens and squares.",
 )
 
 _REFERENCE = (
@@ -79,7 +79,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung(
             "dynamic-rows",
             (*_STATIC_RUNGS[-1].flags, "--dynamic-rows", "30000000"),
-            "Nothing, but memory: rows are made when they are first named, and found by a map of their ids.",
+            "No time, but memory: rows are made when a batch first names them, and found by a map of their ids.",
         ),
     ),
     "ends": (_FULL[0], _FULL[-1]),

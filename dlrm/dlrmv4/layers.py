@@ -1,7 +1,7 @@
 """The small parts of DLRMv4's network, in fp32 or bf16 by their inputs.
 
-Weights are fp32. Products cast them to the format of their input, as autocast does; norms always compute in fp32. Casts
-are explicit, so that a part computes the same for all callers.
+Weights are fp32. Products cast weights to the format of the input, as autocast does; norms always compute in fp32.
+Casts are explicit, so that a part gives the same result for all callers.
 """
 
 import torch

@@ -22,8 +22,8 @@ from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 
 
 class Dlrmv4(nn.Module):
-    """Scores each sample's candidate. Its tables' input is a field of the batch, so that TorchRec runs their input dist
-    ahead; the dense network holds no table, so that TorchRec's trace of the model takes it whole."""
+    """Scores each sample's candidate. The tables' input is a field of the batch, so that TorchRec runs the input dist
+    ahead; the dense network has no table, so that TorchRec's trace treats the network as a leaf module."""
 
     def __init__(self, embeddings: EmbeddingCollection, dense: DenseNetwork) -> None:
         super().__init__()
@@ -117,10 +117,10 @@ def fill_tables(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def seed_dropout(config: Dlrmv4Training, rank: int, iteration: int = 0) -> None:
-    """Seeds torch's generators, of the host and of this rank's device, which dropout draws from.
+    """Seeds torch's generators of the host and of this rank's device, from which dropout draws.
 
-    Masks are a function of seed, rank and iteration, counted from 1, so that a run that resumes a checkpoint has those
-    of the run that saved it. Waits for nothing; microseconds.
+    Masks are a function of seed, rank and iteration (counted from 1), so that a resumed run has the same masks as the
+    run that saved the checkpoint. Takes microseconds and waits for nothing.
     """
     words = f"{config.seed} {rank if config.model.dropout_seed == 'rank' else 0} {iteration}"
     seed = int.from_bytes(blake2b(words.encode(), digest_size=8).digest(), "little") >> 1

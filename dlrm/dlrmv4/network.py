@@ -125,9 +125,9 @@ class DenseNetwork(nn.Module):
     ) -> Tensor:
         """Returns the first layer's input, [N, width]: content, action, position and time of each token, dropped out.
 
-        rows: embeddings of each feature, fp32 [T, columns] of events ([E, columns] of distinct ones, [I, columns] of
-        distinct items), [B, columns] of candidates and context. dropout: what fused kernels drop; plain ones draw from
-        torch's generator.
+        rows: embeddings of each feature: fp32 [T, columns] for events ([E, columns] for distinct events, [I, columns]
+        for distinct items), [B, columns] for candidates and context. dropout: the masks of fused kernels; plain kernels
+        draw from torch's generator.
         """
         config = self._config
         item, artist, album = (
@@ -153,8 +153,8 @@ class DenseNetwork(nn.Module):
         return functional.dropout(tokens, config.input_dropout, self.training)
 
     def _events(self, content: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the rows of events and then candidates, and the row of each event of the histories; None where they
-        are in order."""
+        """Returns the rows of events and then candidates, and the row index of each event of the histories (None if the
+        rows are in that order)."""
         if batch.item is None:
             action = self.preprocessor.distinct_action(batch.action, len(batch.labels), self._dtype)
             return content + action, batch.event

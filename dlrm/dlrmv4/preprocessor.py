@@ -48,8 +48,8 @@ class Preprocessor(nn.Module):
         return self.item_mlp(item) + self.artist_album_mlp(torch.cat([artist, album], dim=1))
 
     def action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
-        """Returns the actions' part of tokens, [T + candidates, width]: of T events by their bits, uint8 [T], then of
-        the candidates, which share one vector, as their action is the label."""
+        """Returns the action term of each token, [T + candidates, width]: for T events by their bits, uint8 [T], then
+        for the candidates, which share one vector because their action is the label."""
         chosen = torch.stack(
             [(bits & bit) > 0 for bit in ACTION_BITS], dim=1
         )  # a tensor of masks would be copied there
@@ -58,7 +58,7 @@ class Preprocessor(nn.Module):
         return self.action_mlp(joined.to(dtype))
 
     def distinct_action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
-        """Returns the result of `action`, of which each existing action is computed once."""
+        """Returns the result of `action`, computed once for each distinct action."""
         actions = 1 << len(ACTION_BITS)
         every = self.action(torch.arange(actions, dtype=bits.dtype, device=bits.device), 1, dtype)
         own = bits.new_full((candidates,), actions)

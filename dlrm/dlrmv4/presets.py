@@ -70,18 +70,18 @@ PRESETS: dict[str, Preset] = {
         division="closed",
     ),
     "dlrmv4-two-gpus": Preset(
-        text="Batches, shapes and dense work of two of those eight GPUs, as many rows for each: data for these rows.",
+        text="Batches, shapes and dense work of two of the eight GPUs, a quarter of the rows; needs matching data.",
         training=replace(_MLPERF, model=with_fewer_rows(_MODEL, 1 / 4)),
         run=_TO_TARGET,
     ),
     "dlrmv4-one-gpu": Preset(
-        text="Batches, shapes and dense work of one of those eight GPUs, as many rows for it: data for these rows.",
+        text="Batches, shapes and dense work of one of the eight GPUs, an eighth of the rows; needs matching data.",
         training=replace(_MLPERF, model=with_fewer_rows(_MODEL, 1 / 8)),
         run=_TO_TARGET,
     ),
     "smoke-dlrmv4": Preset(
-        text="A small DLRMv4 on made data (6,000 users, 4,000 items) to a target AUC: a minute on two CPU cores. "
-        "Evaluations every hundredth of its samples, the first at the share of them that MLPerf's rules say of theirs.",
+        text="A small DLRMv4 on generated data (6,000 users, 4,000 items) to a target AUC: a minute on two CPU cores. "
+        "It evaluates after every hundredth of its samples, first after the share of samples that MLPerf's rules set.",
         training=_SMOKE,
         run={"target_auc": SMOKE_TARGET_AUC, "evaluations_per_epoch": 100, "loss_interval": 20},
     ),

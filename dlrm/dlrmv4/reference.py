@@ -1,15 +1,15 @@
 """The reference's own modules in place of our dense network: a baseline, by the same harness on the same batches.
 
 The modules are those of mlcommons/training, recommendation/generative_recommenders, in a checkout that the user names
-(--model.reference); nothing of them is changed. Their Triton kernels, recomputation, copies of embeddings and reads of
-the device stay: DlrmHSTU.preprocess and main_forward run as they are. What is ours around them, and no slower than the
-reference's own loop: rows come from the tables of the pipeline, split by rows and asked for once each, as the reference
-shards them; histories are made on the device of packed events where the reference copies 216 MB from memory that is not
-pinned; TorchRec's pipeline overlaps what its plain loop does in turn; clipped Adam reads no norm. --schedule base is
-TorchRec's pipeline that comes nearest to its loop.
+(--model.reference), unchanged. Their Triton kernels, recomputation, copies of embeddings and reads of the device stay:
+DlrmHSTU.preprocess and main_forward run as they are. The code around them is ours, and no slower than the reference's
+own loop: rows come from the pipeline's tables, split by rows as the reference shards them, each requested once;
+histories are built on the device from packed events, where the reference copies 216 MB from unpinned memory; TorchRec's
+pipeline overlaps work that the reference's plain loop does in sequence; clipped Adam reads no norm. --schedule base is
+the TorchRec pipeline closest to the reference's loop.
 
-gin-config, which configures the reference's scripts, is not needed for modules: where it is not installed, a decorator
-that does nothing takes its place. FBGEMM and Triton are what the modules themselves need.
+The modules do not need gin-config, which configures the reference's scripts: if it is not installed, a decorator that
+does nothing replaces it. The modules need FBGEMM and Triton.
 """
 
 import importlib.util

@@ -22,7 +22,7 @@ target_auc = MLPERF_TARGET_AUC
 train_samples = TRAIN_SAMPLES
 counts_samples = True
 reference_names = ("hstu",)
-"""Its name in the reference's own logs; the rules allow 'dlrmv4' alone."""
+"""Names of the benchmark in the reference's own logs; the rules allow only 'dlrmv4'."""
 submission_words = SubmissionWords(
     "dlrmv4",
     "Yambda's parquet files",
@@ -34,8 +34,8 @@ published = (
     Published("16 x MI350X", "reference, AMD v6.1", 16384, 782.4, 112.0, 44.5),
     Published("32 x MI350X", "reference, AMD v6.1", 32768, 848.9, 83.3, 24.4),
 )
-"""Means over the 20 logs of each batch in mlcommons/training, recommendation/rcp_logs, which are no submissions but the
-runs behind the reference convergence points. Their iterations include the first, which compile."""
+"""Means over the 20 logs of each batch size in mlcommons/training, recommendation/rcp_logs: the runs behind the
+reference convergence points, not submissions. Their iterations include the first ones, which compile."""
 pinned_to_data = frozenset(
     (
         "train_samples",
@@ -44,8 +44,8 @@ pinned_to_data = frozenset(
         "opt_sparse_base_learning_rate",
     )
 )
-"""Keys of whose values the open division too allows those of MLPerf's data alone, and of rates that suit them: a run on
-made data says what it did, and the checker refuses that."""
+"""Keys for which even the open division allows only the values of MLPerf's own data, or matching rates: a run on
+generated data logs its true values, and the checker refuses them."""
 
 _FORMATS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bfloat16"}
 _WIDEST_FIRST = ("fp32", "tf32", "bfloat16", "fp16")

@@ -19,8 +19,8 @@ _SECONDS_PER_STEP = 60.0  # a time bucket is the root of minutes (ops/position.p
 class Sequences:
     """Places of tokens; all int64.
 
-    There may be more tokens than the sequences have, so that shapes can be fixed: those from offsets[B] on are padding.
-    Their content is finite and not read, and gradients by it are zeros.
+    To fix shapes, there may be more tokens than the sequences have: tokens from offsets[B] on are padding. Padding is
+    finite and not read, and its gradients are zero.
     """
 
     offsets: Tensor
@@ -66,7 +66,7 @@ def sequences_of(offsets: Tensor, events: int) -> Sequences:
 
 
 class _Reorder(torch.autograd.Function):
-    """rows[order] for a permutation, whose gradient is a gather by its inverse; that of an index is a sum."""
+    """Returns rows[order] for a permutation; the gradient is a gather by the inverse, instead of an index's sum."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -102,10 +102,11 @@ class _Pick(torch.autograd.Function):
 
 
 def pick(rows: Tensor, event: Tensor, candidates: int) -> Tensor:
-    """Returns events and then candidates, [T + B, D], of distinct events and then candidates, rows [E + B, D].
+    """Returns the rows of all events and then the candidates, [T + B, D], from those of distinct events and then the
+    candidates, [E + B, D].
 
-    event: which distinct event each one is, int32 [T]; candidates: B. On GPUs the gradient's sums are made by atomics,
-    whose order differs from run to run.
+    event: distinct event of each event, int32 [T]; candidates: B. On GPUs the gradient is summed by atomics, whose
+    order differs from run to run.
     """
     own = torch.arange(len(rows) - candidates, len(rows), device=event.device)
     return _Pick.apply(rows, torch.cat([event.long(), own]))
@@ -138,8 +139,8 @@ def time_buckets(times: Tensor, query: Tensor, sequences: Sequences, config: Mod
     query, rounded down.
 
     Computed in fp32 as in the reference's Triton kernel (ops/triton/triton_position.py). The reference's PyTorch
-    operator cuts at the embedding's columns in place of its rows, which is right only up to 512^2 minutes; this does
-    not. Context has time 0, so its tokens have the bucket of the query's own time.
+    operator clamps to the embedding's number of columns instead of rows, which is correct only up to 512^2 minutes;
+    this function clamps to rows. Context has time 0, so its tokens get the bucket of the query's own time.
     """
     seconds = (query[sequences.sample] - times).float().clamp(min=1e-6)
     # Divided by a tensor: by a number, torch would multiply on GPUs, and whole squares of minutes would fall a bucket

@@ -1,9 +1,9 @@
-"""Packed batches in fixed shapes, for iterations in a CUDA graph: the rest of a batch's capacity is padding, and only
-the device knows its size.
+"""Packed batches in fixed shapes, for iterations in a CUDA graph: unused capacity is padding, and only the device knows
+a batch's size.
 
-Ids of B samples with room for E distinct events, table by table: of each event's item, artist and album E rows of
-events and B of candidates, of each context table B rows. Of a batch that names each distinct item once there are I rows
-of items in place of the E. Padding names row -1.
+Ids of B samples with capacity for E distinct events, table by table: for each of item, artist and album, E rows of
+events and B rows of candidates; for each context table, B rows. A batch with each distinct item once has I rows of
+items instead of E rows of events. Padding names row -1.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ class IdShape:
 
 
 def padded(packed: Packed, layout: PackedLayout, pin: bool) -> Packed:
-    """Returns a copy of a packed batch, on the host, in a layout with room for all that it has beside padding of its
-    own; the rest has no item."""
+    """Returns a copy of a packed batch on the host in a layout with room for its entries, its padding excluded; unused
+    entries have no item."""
     own = packed.layout
     assert own.samples == layout.samples, "as many samples"
     assert (own.items is None) == (layout.items is None), "items of the same kind"
@@ -79,8 +79,7 @@ def padded(packed: Packed, layout: PackedLayout, pin: bool) -> Packed:
 
 
 def on_device(shape: IdShape, device: torch.device) -> Packed:
-    """Returns device memory for one batch after another; nothing of it says their sizes. It names no row, and all else
-    is zero."""
+    """Returns device memory for consecutive batches, without their sizes. It names no row; everything else is zero."""
     storage = torch.zeros(shape.layout.end, dtype=torch.uint8, device=device)
     packed = Packed(storage, shape.layout, tokens=0, candidates=0, longest=0)
     packed.item.fill_(NO_ROW)
@@ -121,7 +120,7 @@ def dense_batch(packed: Packed, tokens: int, config: ModelConfig) -> DenseBatch:
     event = torch.empty(tokens - OWN_TOKENS * size, dtype=torch.int32, device=device)
     history_events(table[:POOLS], table[END], before, packed.action >> 1, event)  # bits 1, 2, 4
     factor = None
-    if config.attention_scale == "longest":  # attention is divided by the most that it can be
+    if config.attention_scale == "longest":  # kernels divide attention by the maximum length
         factor = config.max_length / (lengths.max() + OWN_TOKENS).float()
     return DenseBatch(
         lengths=lengths,

@@ -14,7 +14,7 @@ def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
         ("--peer-memory", options.peer_memory),
         ("--presort-ids", options.may_go_in_parts),
     ):
-        require(not chosen, f"{flag} is of models with pooled tables, which DLRMv4's are not: leave it out")
+        require(not chosen, f"{flag} is for models with pooled tables, which DLRMv4's are not: leave it out")
     dim = model.embedding_dim
     require(
         dim & (dim - 1) == 0,

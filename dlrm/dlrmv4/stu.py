@@ -50,7 +50,7 @@ class StuLayer(nn.Module):
         dropout: Dropout | None = None,
         factor: Tensor | None = None,
     ) -> Tensor:
-        """Returns tokens [N, width], or of the candidates alone, [B, width].
+        """Returns tokens [N, width], or the candidates' tokens only, [B, width].
 
         offsets: sequence b is tokens offsets[b] to offsets[b + 1] - 1, int64 [B + 1]. length: the divisor of
         attention; no sequence is longer. dropout: the masks of fused kernels; plain ones draw from torch's generator.

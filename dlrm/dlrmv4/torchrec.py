@@ -67,8 +67,8 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
 
 @dataclass(kw_only=True)
 class PackedBatch(Pipelineable):
-    """A batch as readers build it. The result of `to` is the model's form: one transfer of distinct events; the rest is
-    made on the device, on the stream of the copy."""
+    """A batch as readers build it. `to` returns the model's form: it transfers distinct events once and builds the rest
+    on the device, on the stream of the copy."""
 
     packed: Packed
     artist: Tensor
@@ -86,7 +86,7 @@ class PackedBatch(Pipelineable):
 
 
 class ClippedAdam(GuardedAdam):
-    """GuardedAdam that first shortens the gradient of all its weights together to a norm."""
+    """GuardedAdam that first clips the joint norm of all gradients."""
 
     def __init__(self, parameters: list[nn.Parameter], skip: Tensor, config: OptimizerConfig) -> None:
         """parameters: all dense weights; their gradients are those of all ranks, averaged, when a step begins."""

@@ -1,9 +1,9 @@
 """The work of an iteration of DLRMv4, from its configuration and its samples' sizes: see benchmark.Work.
 
-Only what is needed counts, for any --model.last-layer: of the last layer, queries, gates and output products of
-candidates alone, whose tokens are all that is read; the content of each distinct item once; each distinct row once.
-Actions, of which there are four, cost nothing. Where no sizes were measured, they are those of Yambda's first windows
-(2,082 tokens a sample), in proportion to the longest history.
+Only necessary work counts, for any --model.last-layer: in the last layer, queries, gates and output products of the
+candidates only, as no other output is read; the content of each distinct item once; each distinct row once. The four
+actions count as free. Sizes that were not measured are those of Yambda's first windows (2,082 tokens per sample), in
+proportion to the longest history.
 """
 
 from dlrm_bench.dlrm.benchmark import UNMEASURED, Piece, SampleSizes, TableWork
@@ -88,9 +88,9 @@ def table_work(config: TrainingConfig, samples: int, vector_bytes: int, sizes: S
 def pieces(config: TrainingConfig, world_size: int, cache_bytes: float, sizes: SampleSizes = UNMEASURED) -> list[Piece]:
     """Returns the pieces of an iteration on one rank, see benchmark.Work.
 
-    An owner reads and updates a row once, however many ranks name it: ranks are dealt neighbouring samples, and name
-    the same rows. Of activations the inputs of all layers but the first count, whose input follows from distinct rows:
-    written and read once more, as far as the cache cannot hold them.
+    An owner reads and updates a row once, however many ranks name it: ranks get neighbouring samples and name the same
+    rows. Activations are the inputs of all layers but the first, whose input follows from distinct rows; they count as
+    written and read once more, unless the cache can hold them.
     """
     model, batch = _model(config), config.local_batch_size
     size = 2 if config.precision == "bf16" else 4

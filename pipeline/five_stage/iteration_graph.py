@@ -1,7 +1,7 @@
 """All five stages as one CUDA graph: an iteration is one launch, collectives and updates included.
 
-Two graphs take turns. Graph i trains on slot i, and beside that it brings the next batch, from staging i, through its
-input dist to the other slot; meanwhile the batch after it is copied from the host to the other staging:
+Two graphs alternate. Graph i trains on slot i and meanwhile runs the next batch's input dist from staging i into the
+other slot; at the same time the batch after the next is copied from the host to the other staging:
 
 ```
                 call n, graph 0                   call n+1, graph 1                 call n+2, graph 0
@@ -10,11 +10,11 @@ graph           staging 0 -> dist n+1 -> slot 1   staging 1 -> dist n+2 -> slot 
                 slot 0 -> train on n              slot 1 -> train on n+1
 ```
 
-Where batches are of several forms (batch_ids), there are two such graphs for each pair of forms, of the batch and of
-the next one, captured when that pair comes; each form has slots and stagings (see iteration_pairs.py).
+If batches have several forms (batch_ids), there are two such graphs for each pair of the current and the next batch's
+form, captured when that pair occurs; each form has its own slots and stagings (see iteration_pairs.py).
 
-The pipeline also keeps every batch as it came: a batch that no graph takes runs eagerly, from itself. Before the
-capture the graphs' work runs eagerly on the capture stream, and trains.
+The pipeline also keeps every batch as received: a batch that no graph takes runs eagerly, without slots. Before the
+capture, the graphs' work runs eagerly on the capture stream and trains.
 """
 
 import logging
@@ -56,11 +56,11 @@ UPDATE = ("all-reduce of dense gradients", "dense update")
 
 
 class IterationGraph:
-    """Trains on batches of the first one's form, and of others with declared numbers of ids; see the module.
+    """Trains on batches of the first batch's form, and of other forms with declared numbers of ids; see the module.
 
-    Before every iteration it looks for changes that a replay would not notice: of the model (see FrozenModel), of the
-    optimizers' numbers and memory. All ranks then capture the graphs again at once, because such changes are the same
-    on all of them. Learning rates may change with every step (see TableRates and StepWork).
+    Before every iteration, looks for changes that a replay would miss: of the model (see FrozenModel), and of the
+    optimizers' numbers and memory. All ranks then capture the graphs again at the same time, because such changes are
+    the same on all ranks. Learning rates may change with every step (see TableRates and StepWork).
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class IterationGraph:
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        """dense: of the whole model, without graphs of its own, and of processors and replicated tables. group: all
-        ranks'."""
+        """dense: the dense part of the whole model, without separate graphs, including processors and replicated
+        tables. group: process group of all ranks."""
         self._dense, self._processors, self._replicated = dense, processors, replicated
         self._input_dists, self._lookups = input_dists, lookups
         self._streams, self._device, self._group = streams, device, group
@@ -137,8 +137,8 @@ class IterationGraph:
         return None if self._forms is None else self._forms.number(batch)
 
     def stage(self, batch: InFlight[Any]) -> None:
-        """Copies the batch after the next one into the staging of the next call's graph, on the current stream,
-        which comes after the last graph but one."""
+        """Copies the batch after the next one into the staging of the next call's graph, on the current stream, which
+        runs after the second-to-last graph."""
         memory = None if batch.form is None else self._memory.get(batch.form)
         if self._pairs.graphs and memory is not None and memory.made < self._iterations:
             for of_form in self._memory.values():
@@ -148,9 +148,9 @@ class IterationGraph:
     # An iteration
 
     def why_not_now(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> str | None:
-        """Returns what keeps this iteration out of a graph; None where `train` is to be called. Called once an
-        iteration, in place of the dense part's own look for changes. Captures when it is time; `failure` has the reason
-        if that fails."""
+        """Returns the reason why this iteration cannot run in a graph; None if `train` is to be called. Called once per
+        iteration, instead of the dense part's own check for changes. Captures when due; if a capture fails, `failure`
+        has the reason."""
         self._iterations += 1
         if self.updates:
             self._dense.gradients.publish()
@@ -185,14 +185,14 @@ class IterationGraph:
         return why
 
     def _pair(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> Pair:
-        """Returns the forms of the graph that trains on `now`. A next batch of a form that has no memory yet is brought
-        by itself: its input dist tells what memory its form needs."""
+        """Returns the forms of the graph that trains on `now`. A next batch whose form has no memory yet is distributed
+        separately: its input dist determines the memory that its form needs."""
         assert now.form is not None, "why_not_now"
         known = ahead is not None and (ahead.form == now.form or ahead.form in self._memory)
         return self._pairs.of(now.form, ahead.form if ahead is not None and known else None)
 
     def _rates_moved(self) -> bool:
-        """Whether the graphs have other rates of the tables than the lookups, and cannot be given these."""
+        """Whether the graphs' table learning rates differ from those of the lookups and cannot be updated in place."""
         if self.updates:
             self._update.set_rates(self._rates.are_as_before())
         follows = self._rates.follow()
@@ -200,8 +200,8 @@ class IterationGraph:
         return not follows
 
     def train(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> Any:
-        """Trains on `now` and distributes `ahead`; returns the model's output. wait: for the distribution of `now`,
-        where no graph has made it."""
+        """Trains on `now` and distributes `ahead`; returns the model's output. wait: waits for the distribution of
+        `now` if no graph has distributed it."""
         turn, pair = 1 - self._turn, self._pair(now, ahead)
         if not self._is_placed(now):
             wait()
@@ -234,7 +234,7 @@ class IterationGraph:
         return memory is not None and memory.slots[1 - self._turn].holds is batch
 
     def _place(self, now: InFlight[Any], distribution: Distribution) -> None:
-        """Brings a batch that no graph has distributed to where the graph of this turn reads it."""
+        """Copies a batch that no graph has distributed into the slot that the graph of this turn reads."""
         assert now.form is not None, "why_not_now"
         assert self._forms is not None, "begun"
         if now.form not in self._memory:
@@ -245,10 +245,10 @@ class IterationGraph:
         self._memory[now.form].slots[1 - self._turn].fill(fields_of(now.batch), distribution)
 
     def _by_capacity(self, now: InFlight[Any]) -> None:
-        """Distributes a batch now where no graph has done it."""
+        """Distributes a batch now if no graph has distributed it."""
         if self._is_placed(now):
             return
-        for event in (now.copied, now.distributed):  # what an eager iteration has begun of it reads the batch too
+        for event in (now.copied, now.distributed):  # work that an eager iteration has begun also reads the batch
             self._streams.wait(event)
         turn, distribution = 1 - self._turn, self._input_dists.new()
         with self._overflows.told(turn):
@@ -315,11 +315,11 @@ class IterationGraph:
     # Captures
 
     def _capture(self, pair: Pair) -> None:
-        """Captures both graphs of a pair, which runs nothing. Its first time is collective: all ranks have them, or
-        none, and each says why. Later times are not, as a rank without tables may have no reason: RuntimeError where
-        they fail."""
+        """Captures both graphs of a pair, which executes nothing. A pair's first capture is collective: all ranks
+        capture it or none does, and each says why. Later captures are not collective, because a rank without tables may
+        have no reason for one: RuntimeError if they fail."""
         self._prepare()
-        torch.clear_autocast_cache()  # a cast from before would be read as it is now, for ever
+        torch.clear_autocast_cache()  # replays would read an earlier cast's memory, with its present values, forever
         error: str | None = None
         try:
             keep = self._rates.begin_capture()

@@ -61,7 +61,7 @@ def why_no_iteration_of(modules: Sequence[Sharded], features: Sequence[KeyedJagg
 
 
 def refusal(why: str) -> str:
-    """Returns the error for a model that was to be captured whole, and cannot be."""
+    """Returns the error for a model whose whole iteration cannot be captured although that was requested."""
     return (
         f"FiveStageOptions(cuda_graph='iteration'): {why}. Or set cuda_graph='iteration-or-dense', which then captures "
         "the dense part alone, as far as it can be"

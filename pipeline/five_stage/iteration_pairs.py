@@ -1,13 +1,13 @@
 """The choice of an iteration's graph where batches are of several forms.
 
-The graph of an iteration also brings the next batch, so it is of two forms: that of the batch that it trains on, and
-that of the next one. A graph for each pair of them keeps an iteration one launch, whatever the forms are; with graphs
-of one form alone the host would launch the input dist of the next batch wherever the form changes, which of six forms
-it does with most batches. The number of pairs is bounded. For a pair beyond the bound, and for a next batch whose form
-has no memory yet, a graph that is there trains on the batch; what that graph distributes beside it nobody reads, and
-the next batch's input dist runs by itself, before that batch's own graph.
+An iteration's graph also distributes the next batch, so it depends on two forms: that of the batch that it trains on,
+and that of the next batch. With a graph for each pair, every iteration is one launch; with graphs for a single form,
+the host would have to launch the next batch's input dist whenever the form changes, which with six forms is for most
+batches. The number of pairs is bounded. For a pair beyond the bound, and for a next batch whose form has no memory yet,
+an existing graph trains on the batch; that graph's distributed batch is not read, and the next batch's input dist runs
+separately, before that batch's own graph.
 
-All ranks make the same choices, as they are told the same forms: nothing here may depend on what one rank has captured.
+All ranks make the same choices because they see the same forms: no choice may depend on the captures of one rank.
 """
 
 from collections import Counter
@@ -42,8 +42,8 @@ class Pairs:
         self._agreed: dict[Pair, None] = {}  # in the order of their captures, which all ranks share
 
     def of(self, now: int, ahead: int | None) -> Pair:
-        """Returns the pair whose graph trains on a batch of form `now`; it brings the next batch if that has the pair's
-        second form. ahead: the next batch's form, None without one that has memory."""
+        """Returns the pair whose graph trains on a batch of form `now`; the graph also distributes the next batch if
+        that batch has the pair's second form. ahead: the next batch's form, or None if that form has no memory."""
         pair = Pair(now, now if ahead is None else ahead)
         if pair in self._agreed:
             return pair
@@ -58,13 +58,13 @@ class Pairs:
         self._brought[pair.ahead] += 1
 
     def is_due(self, pair: Pair) -> bool:
-        """Returns whether graphs of this pair are to be captured: it has none, and all of its work has run before, in
-        which libraries set themselves up for its shapes, which a capture cannot."""
+        """Whether graphs of this pair are to be captured: the pair has no graphs, and all of its work has run eagerly
+        before, so that libraries are initialised for its shapes, which is impossible during a capture."""
         known = self._trained[pair.now] > 0 and self._brought[pair.ahead] > 0
         return pair not in self.graphs and known and self.rehearsals >= TURNS
 
     def is_new(self, pair: Pair) -> bool:
-        """Returns whether not all ranks have ever captured graphs of this pair."""
+        """Whether this pair's graphs have never been captured on all ranks."""
         return pair not in self._agreed
 
     def agree(self, pair: Pair) -> None:

@@ -1,6 +1,6 @@
-"""Memory that graphs of whole iterations read: batches as they come, and batches whose ids have been distributed.
+"""Memory that graphs of whole iterations read: incoming batches, and batches whose ids have been distributed.
 
-It leaves out lengths: those of declared multi-hot sizes are the same in every batch.
+Lengths are not part of it: with declared multi-hot sizes they are the same in every batch.
 """
 
 import copy
@@ -88,8 +88,8 @@ class Slot:
         distribution: Distribution,
         varying: Sequence[Sequence[int]],
     ) -> None:
-        """Makes memory in the form of a batch on the device. distribution: that of this batch, done; all batches
-        have its lengths of looked-up ids. varying: of each module the KJTs that differ in these lengths."""
+        """Allocates memory in the form of a batch on the device. distribution: this batch's finished distribution; all
+        batches share its lengths of looked-up ids, except for the KJTs of each module in `varying`."""
         stand_ins = {id(kjt): FeaturesRead() for kjt in parts_of(batch)[0]}
         self.batch = map_fields(batch, _empty_like, stand_ins)
         self.stand_ins = [stand_ins[id(kjt)] for kjt in features]
@@ -116,7 +116,7 @@ class Slot:
         copy_by_type(into, [*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
 
     def _of(self, features: Sequence[KJTList]) -> list[Tensor]:
-        """Returns what differs between batches of the KJTs that this rank looks up."""
+        """Returns the parts of this rank's looked-up KJTs that differ between batches."""
         kjts = [of[i] for of, vary in zip(features, self._varying, strict=True) for i in vary]
         return [*_ids(features), *(tensor for kjt in kjts for tensor in (kjt.lengths(), kjt.offsets()))]
 
@@ -125,7 +125,7 @@ class FormMemory:
     """The memory of one form's batches: a slot and a staging of each turn."""
 
     def __init__(self, slots: Sequence[Slot], staging: Sequence[Staging], made: int) -> None:
-        """made: the iteration in which it is made, in whose course no other stream may fill it."""
+        """made: the iteration that allocates the memory; during that iteration no other stream may fill it."""
         self.slots, self.staging, self.made = list(slots), list(staging), made
 
 
@@ -139,7 +139,7 @@ def _ids_of(kjt: KeyedJaggedTensor) -> list[Tensor]:
 
 
 def _lengths(contexts: Sequence[Any]) -> list[Tensor]:
-    """Returns the lengths of sequences that the vectors' way back goes by."""
+    """Returns the sequence lengths that the output dist uses."""
     return [before.lengths() for context in contexts for before in _before(context)]
 
 
@@ -177,8 +177,8 @@ def _over(kjt: KeyedJaggedTensor, lengths_too: bool = False, offsets_too: bool =
 
 
 def _again(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns another KJT over the same memory. A KJT keeps what is computed when somebody asks for it, to_dict() its
-    offsets for one: if that was within a capture, in memory of that graph alone, which others must not read."""
+    """Returns another KJT over the same memory. A KJT caches values that it computes on demand, such as to_dict() its
+    offsets: values cached during a capture are in that graph's private memory, which others must not read."""
     return with_weights(kjt, kjt.weights_or_none())
 
 

@@ -34,15 +34,15 @@ class HostSwitches:
     `capturable`; see DenseUpdate. iteration: replay all five stages, collectives included, as one graph; what keeps a
     model from that is an error; see IterationGraph. iteration-or-dense: `dense` instead of that error. GPU only."""
     launch_threads: Literal[1, 2] = 1
-    """2: launch stage 1, and stage 5 beside stage 4, from a thread of their own, on a communicator of their own.
+    """2: launch stage 1, and stage 5 beside stage 4, from a second thread with a separate communicator.
 
-    It hides what waits: reads of splits by the host, of TorchRec's own input dist above all. Python itself it cannot
-    hide, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly anything is left that
-    waits, and handing work over takes the host longer than doing it: 2.05 ms an iteration where one thread takes 1.74
+    The second thread hides waits, above all the host's reads of splits in TorchRec's own input dist. It cannot hide
+    Python itself, because of the GIL: with a trimmed input dist, and stage 5 replayed as a graph, hardly any waits are
+    left, and handing work over takes longer than doing it: 2.05 ms per iteration instead of 1.74 with one thread
     (results/03-4xh200-512-a-gpu-full-ladder-faster-host).
 
-    optimizer.step() must then have no collectives, and leave alone what the embedding backward uses, but for the fused
-    tables' learning rate. A sharder with an input dist of its own must give that a communicator of its own.
+    optimizer.step() must then have no collectives, and must not touch data that the embedding backward uses, except for
+    the fused tables' learning rate. A sharder with its own input dist must give it a separate communicator.
     """
 
     @property
@@ -61,8 +61,8 @@ class FiveStageOptions(HostSwitches):
     avoid_record_streams: bool = True
     pinned_d2h: bool = True
     uneven_end: Literal["error", "stop", "ignore"] = "error"
-    """Treatment of ranks that have more batches than another: see BatchEnd. error: all ranks raise ValueError after the
-    last batch that all have. stop: all ranks end there. ignore: nothing is exchanged, and such ranks hang."""
+    """Treatment of ranks with more batches than another rank: see BatchEnd. error: all ranks raise ValueError after the
+    last common batch. stop: all ranks end there. ignore: nothing is exchanged, and ranks with more batches hang."""
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():

@@ -33,26 +33,27 @@ class StaticOptions:
     a node, before and after collectives between GPUs of equal local rank."""
     fp8: bool = False
     """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
-    --precision bf16, and on a GPU Hopper's instructions. Faster with some 2,000 samples a GPU or more, slower with
-    few."""
+    `--precision bf16` and, on a GPU, Hopper's instructions. Faster from about 2,000 samples per GPU on, slower with
+    few samples."""
     table_memory: str | None = None
     """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
-    gigabytes a rank, such as 60GB. The other rows are in host memory; those that the next batch names come to the
-    device beside the training, and rows that are named less often leave it. Needs presort_ids. None: all of them."""
+    gigabytes per rank, such as 60GB. Host memory holds the other rows; rows that the next batch names are copied to the
+    device during training, and rows that are named less often leave it. Needs presort_ids. None: all rows."""
     dynamic_rows: int | None = None
-    """Have memory for so many rows of all tables on each rank, in place of all rows: a row is made when a batch first
-    names it, with the weights and state that it would have had. Pooled tables are then each whole on one rank. Without
-    --evict-rows the results are those of full tables to the bit, and a run ends where there are more rows than
-    places."""
+    """Allocate memory for this number of rows of all tables on each rank, instead of all rows: a row is made when a
+    batch first names it, with the initial weights and state of a full table. Each pooled table is then whole on one
+    rank. Without --evict-rows the results are bit-identical to those of full tables, and a run ends if a rank needs
+    more rows than that."""
     evict_rows: bool = False
-    """Take places away from rows that were not named for long, where --dynamic-rows leaves none for new ones. A row
-    that is named again begins anew."""
+    """If --dynamic-rows leaves no place for new rows, replace rows that were not named for long. A row that is named
+    again restarts from its initial weights."""
     table_counts: Path | None = None
-    """File of counts of the rows (dlrm-bench data counts): with table_memory, those expected to be named most often are
-    on the device at first. None: tables of many ids a sample and few rows first, and the first rows of the others."""
+    """File of row counts (dlrm-bench data counts): with table_memory, the device initially holds the rows expected to
+    be named most often. None: first the tables with many ids per sample and few rows, then the other tables' first
+    rows."""
     check_ids: bool = False
-    """Check on the device, before each iteration, that all ids are within their tables: for debugging, as the host
-    waits for it."""
+    """Check on the device, before each iteration, that all ids are within their tables. For debugging: the host waits
+    for the result."""
     constraints: tuple[str, ...] = ()
     """Your own sharding of single tables, as TABLES=SHARDING: `0,9=column-wise:64 20-22=table-wise`. SHARDING is
     table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. The planner obeys or says why it cannot."""

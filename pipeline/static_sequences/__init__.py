@@ -1,1 +1,1 @@
-"""The static pipeline of models whose tables' rows reach the dense network one by one."""
+"""The static pipeline for models with unpooled embedding rows."""

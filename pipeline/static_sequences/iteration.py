@@ -6,10 +6,10 @@
 4 embedding backward       sums of distinct rows' gradients, and their update
 5 dense update             one all-reduce and Adam, beside 4
 
-A loss that is not finite stops every update of its iteration and of all later ones, on all ranks, a gradient that is
-not finite those of all later ones: see LossGuard. pipeline/static/CONCURRENCY.md describes streams and their safety;
-its three rules hold here. Rows, gradients and dense weights are used by one iteration at a time; of ids and batches
-there are two, in turn.
+A non-finite loss stops every update of its iteration and of all later iterations, on all ranks; a non-finite gradient
+stops the updates of all later iterations: see LossGuard. pipeline/static/CONCURRENCY.md describes streams and their
+safety; its three rules hold here. Rows, gradients and dense weights are used by one iteration at a time; ids and
+batches have two buffers, used in turn.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from dlrm_bench.pipeline.static.streams import IterationStreams
 INPUT_DIST = Stream(
     name="input_dist",
     priority=Priority.FILL,
-    carries="the next batch: its way to the device, its distinct rows, their exchange",
+    carries="the next batch: its copy to the device, its distinct rows, their exchange",
 )
 DENSE_UPDATE = Stream(name="dense update", carries="the all-reduce of dense gradients, clipping and Adam")
 
@@ -47,14 +47,14 @@ class Slot:
 
 @dataclass(slots=True)
 class Space:
-    """The memory of iterations of one room for ids: batch n is in slot n % 2."""
+    """The memory of iterations with one id capacity: batch n is in slot n % 2."""
 
     tables: SequenceTables
     slots: tuple[Slot, Slot]
     rows: Tensor
     """fp32 [K, columns]."""
     gradients: Tensor | None
-    """The gradient by `rows`, of its shape; None where nothing is trained."""
+    """The gradient of `rows`, of the same shape; None for evaluation."""
 
 
 class Iteration:
@@ -67,7 +67,7 @@ class Iteration:
         self._fetcher, self._dense, self._streams, self._context = fetcher, dense, streams, context
 
     def train(self, space: Space, parity: int, tokens: int) -> None:
-        """Trains on the batch in slot `parity`, with room for `tokens`, and brings the next one to the other slot."""
+        """Trains on the batch in slot `parity`, with room for `tokens`; fetches the next batch to the other slot."""
         dense, streams, context = self._dense, self._streams, self._context
         now, ahead = space.slots[parity], space.slots[1 - parity]
         assert space.gradients is not None, "of a space for training"
@@ -92,7 +92,7 @@ class Iteration:
             space.tables.input_dist(slot.ids, slot.rows, self._fetcher.is_new)
 
     def evaluate(self, space: Space, parity: int, tokens: int, logits: Tensor, labels: Tensor) -> None:
-        """Writes logits and labels, fp32 [B], of the batch in slot `parity`, and brings the next one to the other
+        """Writes logits and labels, fp32 [B], of the batch in slot `parity`, and fetches the next batch to the other
         slot."""
         now, ahead = space.slots[parity], space.slots[1 - parity]
         with torch.no_grad(), self._streams.iteration():

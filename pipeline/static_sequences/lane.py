@@ -1,4 +1,4 @@
-"""Batches on their way through iterations of one kind: read, agreed on, brought to the device, run."""
+"""The queue of batches for one kind of iteration: each is read, agreed on, copied to the device and run."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -22,28 +22,28 @@ EAGER = 3
 _EAGER_AGAIN = 1
 """Iterations before the first capture of a larger space: kernels of its numbers of ids are loaded in it."""
 _LEAST_AHEAD, _MOST_AHEAD, _SAMPLES_AHEAD = 16, 64, 4096
-"""Bounds of the number of batches that are read ahead, and the number of samples in these between the bounds.
+"""Minimum and maximum number of batches to read ahead, and the number of samples to read ahead between these bounds.
 
-Of made data, 120 to 600 batches of 1,024, 128 and 16 samples on two ranks: 34, 60 and 30 graphs at 4, 4 and 3 of the
-batches, where two batches ahead, with rooms captured as batches needed them, made 92, 204 and 112 at 17, 25 and 10."""
+On generated data, 120 to 600 batches of 1,024, 128 and 16 samples on two ranks took 34, 60 and 30 graphs, captured at
+4, 4 and 3 batches. Reading two batches ahead and capturing rooms on demand took 92, 204 and 112, at 17, 25 and 10."""
 
 
 def batches_ahead(local_batch_size: int) -> int:
-    """Returns the number of batches that are read ahead of the one that runs, all ranks the same."""
+    """Returns the number of batches to read ahead of the running batch, the same on all ranks."""
     return max(_LEAST_AHEAD, min(_MOST_AHEAD, _SAMPLES_AHEAD // local_batch_size))
 
 
 class Lane:
-    """Runs one batch after another, each beside the input dist of the next one; the ranks agree on the room of each
-    batch when it is read, many batches ahead. All ranks have the same number of batches, and all run them in the same
-    room.
+    """Runs one batch after another, each beside the input dist of the next batch; the ranks agree on each batch's room
+    (capacity) when the batch is read, many batches ahead. All ranks have the same number of batches and run each batch
+    in the same room.
 
-    A batch whose ids have no room makes its input dist wait until the iteration before it has ended and a space is
-    allocated that has room for all batches that were read; it is captured again after an eager iteration. Rooms for
-    tokens are captured together: from the least that a known batch needs to the largest, and beyond it by half of the
-    range between them if the GPU has the memory. Graphs share memory: the memory that a large one frees holds a smaller
-    one, not the other way round, so a room larger than all before makes the graphs begin anew, and a smaller one is
-    captured alone. A batch with more rows of one rank than ranks exchange runs eagerly, on all ranks
+    If a batch's ids exceed the capacity, its input dist waits until the previous iteration has ended and a space with
+    capacity for all batches read so far is allocated; graphs are captured again after an eager iteration. Rooms for
+    tokens are captured together: from the smallest room that a known batch needs to the largest, and beyond it by half
+    of the range between them if the GPU has the memory. Graphs share memory: the memory of a large graph can hold a
+    smaller one but not vice versa, so a room larger than all captured ones discards all graphs, and a smaller room is
+    captured alone. A batch with more rows of one owner rank than ranks exchange runs eagerly, on all ranks
     (SequenceTables.eager_rows).
     """
 
@@ -61,13 +61,13 @@ class Lane:
         forget_all: Callable[[], None],
         ahead: int,
     ) -> None:
-        """work: launches an iteration in a space, on the batch of a slot, with a room for tokens. room: to begin
-        with. forget_all: calls `forget` of all lanes whose graphs share memory. ahead: see `batches_ahead`."""
+        """work: launches an iteration in a space, on the batch of a slot, with a room for tokens. room: the initial id
+        capacity. forget_all: calls `forget` of all lanes whose graphs share memory. ahead: see `batches_ahead`."""
         self._work, self._new_space, self._iteration, self._dense = work, new_space, iteration, dense
         self._fetcher, self._agreement, self._streams, self.graphs = fetcher, agreement, streams, graphs
         self._forget_all = forget_all
         self.room = room
-        """Room of `space`, which threads that prepare batches read at any time; there is no space while it grows."""
+        """Id capacity of `space`; threads that prepare batches read it at any time. `space` is absent while growing."""
         self.space = new_space(room)
         self._numbers: dict[tuple[int, int], int] = {}
         self._coming: deque[tuple[Prepared, Asked]] = deque()
@@ -77,7 +77,7 @@ class Lane:
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew with the next batches, once those before have ended, and with the counts of `describe`."""
+        """Restarts with the next batches, after all earlier batches have ended, and resets the counts of `describe`."""
         self._coming.clear()
         self._ended = False
         self._least, self._most = 1 << 62, 0
@@ -92,8 +92,8 @@ class Lane:
         """Tokens of this rank's batches, without padding."""
 
     def run(self, batches: Iterator[Prepared], check: Callable[[Space, int], None] | None = None) -> int | None:
-        """Runs the next batch, and reads others ahead of it; returns the slot that it was in, None where all have run.
-        Collective. ValueError for batches after the end. check: called before it runs, with its space and slot."""
+        """Runs the next batch and reads other batches ahead; returns the batch's slot, or None after the last batch.
+        Collective. ValueError for batches after the end. check: called before the run with the batch's space, slot."""
         if self._now is None:
             self._begin(batches)
         if self._now is None:
@@ -127,8 +127,8 @@ class Lane:
         return done
 
     def describe(self) -> dict[str, Any]:
-        """Returns a record's part on rooms: batches by room for tokens, its share of padding on this rank, the room for
-        ids, the number of times that it grew, and the number of batches with more rows of one rank than it takes."""
+        """Returns the record's block on rooms: number of batches by token capacity, share of padding on this rank, id
+        capacity, number of times it grew, and number of batches that exceeded the capacity for one rank's rows."""
         total = sum(room * count for room, count in self.rooms.items())
         return {
             "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
@@ -167,13 +167,13 @@ class Lane:
         return [asked.needs() for _, asked in self._coming]
 
     def _name(self, batch: Prepared | None) -> None:
-        """Names the batch of the next input dist; None leaves the last one, which is distributed again."""
+        """Names the batch of the next input dist; None keeps the last batch, which is distributed again."""
         if batch is not None and batch.room != self.room.batch:
             batch = self._dense.padded(batch, self.room.batch)
         self._fetcher.name(None if batch is None else batch.batch)
 
     def _bring(self, batch: Prepared, needs: Needs) -> None:
-        """Brings a batch to the slot of the next iteration, in a larger space where it needs one."""
+        """Distributes a batch into the slot of the next iteration, after allocating a larger space if needed."""
         if not self.room.takes(needs):
             self._grow(self.room.grown(Needs(*map(max, zip(needs, *self._of_coming(), strict=True)))))
         self._streams.limit_run_ahead()
@@ -225,7 +225,7 @@ class Lane:
             self._work(space, slot, room)
 
     def _number(self, graphs: Graphs, slot: int, room: int) -> int:
-        """Returns the number of the graph of a slot and a room, which is captured with others where it is missing."""
+        """Returns the number of the graph for a slot and a room; captures a missing graph, together with others."""
         if (slot, room) not in self._numbers:
             if room <= self._largest:
                 self._add(graphs, slot, [room])

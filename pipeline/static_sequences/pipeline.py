@@ -1,5 +1,5 @@
-"""The static pipeline over rows that are looked up one by one: iterations of fixed shapes, eager or as CUDA graphs, one
-for each room for tokens that batches ask for and each of two slots."""
+"""The static pipeline for unpooled rows: iterations of fixed shapes, eager or as CUDA graphs, with one graph for each
+token capacity that batches need and each of two slots."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -98,8 +98,8 @@ class StaticSequencesPipeline:
         return Space(tables, (slots[0], slots[1]), rows, torch.zeros_like(rows) if trains else None)
 
     def warm_up(self, evaluates: bool) -> None:
-        """Trains on batches of its own until an iteration is captured, and evaluates some where the run will; weights,
-        optimizer state and generators are as before afterwards. See pipeline/interface.py."""
+        """Trains on artificial batches until an iteration is captured, and evaluates some if the run will evaluate;
+        restores weights, optimizer state and generators afterwards. See pipeline/interface.py."""
         assert self._launched == 0, "a warm-up comes before the first batch"
         batch = self.prepare(self.dense.warm_up_batch())
         if self._ranks.device.type == "cuda":  # which loads the kernels of large products when they are first launched
@@ -167,7 +167,7 @@ class StaticSequencesPipeline:
             self._rate.fill_(value)
 
     def describe(self) -> dict[str, Any]:
-        """Returns how tables are split, the rooms that batches had on rank 0, graphs, and GB of memory. Collective."""
+        """Returns the split of the tables, rank 0's counts of batches by room, graphs, and GB of memory. Collective."""
         lanes = {"iteration": self._train, "evaluation": self._eval}
         memory = memory_gb(
             self._ranks,

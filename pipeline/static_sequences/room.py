@@ -1,4 +1,4 @@
-"""The room of batches: from few sizes, so that few graphs serve them, and the same on all ranks."""
+"""The capacities ("rooms") of batches: one of few sizes, so that few graphs suffice, and the same on all ranks."""
 
 import math
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ _TOKENS_STEP = 1.05
 """Ratio of one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
 _TOKENS_MULTIPLE = 64
 _IDS_SLACK = 1.5
-"""Room for events, items and rows over the need of the batch that made it too small. Padding of them costs the
-embedding stages and what is computed of each item, and another size captures every graph anew."""
+"""Ratio of a new capacity for events, items and rows to the need of the batch that exceeded the old one. Padding costs
+time in the embedding stages and in per-item computation; growing requires capturing every graph again."""
 _IDS_MULTIPLE = 1024
 
 
 def rooms_down(most: int, least: int) -> list[int]:
-    """Returns all rooms for tokens from `most`, which is one, down to `least`."""
+    """Returns all token capacities from `most`, itself a capacity, down to `least`."""
     rooms, power = {most}, math.ceil(math.log(most, _TOKENS_STEP))
     while (room := _multiple(_TOKENS_STEP**power, _TOKENS_MULTIPLE)) >= least and power > 0:
         rooms |= {room} if room <= most else set()
@@ -56,7 +56,7 @@ class IdRoom:
         return needs.events <= self.events and needs.items <= self.items and needs.rows <= self.rows
 
     def grown(self, needs: Needs) -> "IdRoom":
-        """Returns the room that a batch makes which does not fit."""
+        """Returns the larger room after a batch that did not fit."""
         pairs = (self.events, needs.events), (self.items, needs.items), (self.rows, needs.rows)
         return IdRoom(*(_larger(room, need) for room, need in pairs))
 
@@ -70,7 +70,7 @@ def _multiple(number: float, of: int) -> int:
 
 
 class Asked:
-    """The most that any rank needs for one batch, on its way."""
+    """A pending all-reduce: the largest needs of any rank for one batch."""
 
     def __init__(self, needs: Needs, group: dist.ProcessGroup | None) -> None:
         self._most = torch.tensor(needs, dtype=torch.int64)
@@ -79,7 +79,7 @@ class Asked:
             self._work = dist.all_reduce(self._most, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def needs(self) -> Needs:
-        """Returns it; waits for the other ranks' hosts where they have not asked yet."""
+        """Returns the largest needs; waits for ranks whose hosts have not asked yet."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 ROWS = 16
-"""First rows of each part of a table, of which copies are kept: a warm-up batch names no others."""
+"""Number of first rows of each table part that are saved and restored: a warm-up batch names no other rows."""
 
 
 @contextmanager

@@ -18,8 +18,8 @@ class TorchRecModelOptions:
     """Options of TorchRec's sharded model, for any schedule."""
 
     row_wise: bool = True
-    """Let TorchRec's planner split tables by rows, which makes the input dist depend on the ids: the host has to read
-    the sizes of its exchange."""
+    """Let TorchRec's planner split tables by rows. The sizes of the input dist then depend on the ids, and the host has
+    to read them."""
     quantized_comms: Literal["none", "bf16", "fp16"] = "none"
     """Number format of pooled vectors in TorchRec's all-to-alls; their gradients are bf16 in both cases. On the CPU
     TorchRec uses bf16 in place of fp16."""
@@ -111,15 +111,15 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
     name: ClassVar[str] = "five-stage"
 
     trim_input_dist: bool = False
-    """Leave out of the input dist what fixed multi-hot sizes make constant: exchanges of splits and lengths, and the
-    host's reads of them. Where all tables are sharded table-wise, also leave the copies and the second autograd
-    function out of the output dist."""
+    """Skip the parts of the input dist that fixed multi-hot sizes make constant: exchanges of splits and lengths, and
+    the host's reads of them. If all tables are sharded table-wise, also skip the copies and the second autograd
+    function of the output dist."""
     graph_dists: bool = False
-    """Replay each all-to-all of ids and pooled vectors, with what surrounds it, as a CUDA graph; needs
+    """Replay each all-to-all of ids and pooled vectors, with the kernels around it, as a CUDA graph; needs
     trim_input_dist."""
     row_capacity: float | None = None
-    """Room for the ids of row-wise and table-row-wise tables in --cuda-graph iteration: 1.0 if these are spread evenly
-    over the rows, 2.0 if some rank's rows are named twice as often. Batches with more ids run eagerly."""
+    """Capacity for ids of row-wise and table-row-wise tables in --cuda-graph iteration: 1.0 if ids are spread evenly
+    over the rows, 2.0 if some rank's rows are named twice as often. Batches that exceed the capacity run eagerly."""
 
     def __post_init__(self) -> None:
         word = self.in_host_memory()

@@ -177,7 +177,7 @@ def test_goes_on_with_another_number_of_ranks(
         assert expected[:, -1].any()
         assert torch.equal(expected, got)
     for _, (few, all_rows) in read:
-        assert "--dynamic-rows is 50, and of the saved rows" in few
+        assert "--dynamic-rows is 50, and this rank owns" in few
         assert "is of another model" in all_rows
         assert "--dynamic-rows or no --dynamic-rows" in all_rows
 

@@ -1,9 +1,9 @@
 """Checks a directory of day files: dlrm-bench data check DIR
 
-Each line on stdout is one finding, which names a file and the fix; the exit status is 2 if there is any. Files of the
-manifest are compared with their checksums; of all others, such as MLPerf's own, every value is read: types, shapes,
-sizes, ids within their tables, labels 0 or 1, finite dense features. Where any day has MLPerf's number of samples, all
-of them must. --mlperf asks for MLPerf's own set: its numbers of samples and the MD5 sum of every file.
+Each line on stdout is one finding, which names a file and the fix; the exit status is 2 if there is a finding. Files in
+the manifest are compared with their checksums. In all other files, such as MLPerf's own, every value is checked: types,
+shapes, sizes, ids within their tables, labels 0 or 1, finite dense features. If any day has MLPerf's number of samples,
+all days must. --mlperf requires MLPerf's own set: its numbers of samples and the MD5 sum of every file.
 """
 
 import hashlib

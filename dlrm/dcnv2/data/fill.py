@@ -1,7 +1,7 @@
 """Fills a directory with multi-hot day files for measurements: dlrm-bench data fill DIR --gb 20
 
-Samples are those of --data.source random: ids distributed and repeated as MLPerf's, labels that nothing can predict.
-A process writes each day, so that 20 GB take seconds where a planted set, which trains to somewhere, takes hours.
+Samples are those of --data.source random: ids distributed and repeated like MLPerf's, with unpredictable labels. Each
+day is written by a separate process, so that 20 GB take seconds; a planted set, which a model can learn, takes hours.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ class FillConfig:
     """Day files of random samples."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Directory to make; it must not exist, or be empty."""
+    """Directory to make; it must be empty or not exist."""
     preset: str = "mlperf-dcnv2"
     """The preset whose tables and multi-hot sizes the files fit."""
     table_scale: float | None = None

@@ -1,8 +1,9 @@
 """Generates day files whose best possible AUC is known: dlrm-bench data generate --preset smoke
 
 A teacher with fixed weights gives each sample its probability, from which the label is drawn. A model that learns
-approaches the teacher's own AUC, which the manifest keeps; no model can expect to pass it. Both formats are written,
-multi-hot and 1-hot, and hold the same samples; or, with --raw tsv, days in Criteo's raw format, for preprocess.py.
+approaches the teacher's own AUC, which the manifest contains; no model can be expected to exceed it. The same samples
+are written in both formats, multi-hot and 1-hot; or, with --raw tsv, as days in Criteo's raw format, for `dlrm-bench
+data preprocess`.
 """
 
 import math
@@ -51,7 +52,7 @@ class PlantedConfig:
     path: Path | None = None
     """Directory to write; by default the preset's --data.path."""
     days: int | None = None
-    """Days to write, the last one for evaluation; by default the preset's --data.train-days and one more."""
+    """Number of days to write, the last one for evaluation; by default the preset's --data.train-days plus one."""
     samples_per_day: int = 250_000
     """Samples of each day."""
     seed: int = 0
@@ -63,7 +64,7 @@ class PlantedConfig:
     base_rate: float = 0.25
     """Share of samples with label 1."""
     raw: Literal["tsv", "tsv.gz"] | None = None
-    """Write days in Criteo's raw format instead, plain or gzip; there the teacher looks at first ids alone."""
+    """Write days in Criteo's raw format instead, plain or gzip; the teacher then uses first ids only."""
     overwrite: bool = False
     """Replace a data set that this program made with other parameters."""
 

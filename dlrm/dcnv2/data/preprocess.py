@@ -5,20 +5,20 @@ multi-hot, with a manifest of checksums. The files are those of the reference (m
 scripts/process_Criteo_1TB_Click_Logs_dataset.sh and materialize_synthetic_multihot_dataset.py), byte for byte; except
 that the last day's 1-hot ids, which torchrec 1.8 leaves in 64 bits, have 32 like all others.
 
-Five steps, each resumable after a kill: raw days are parsed; each feature's hashes are numbered in the order of their
-first appearance; the shuffle of the training days is found; rows are scattered to their destinations; and day by day
-they are gathered and written. The first, fourth and fifth resume after the last complete day, the second after the last
-complete feature, the third from its beginning.
+There are five steps, each resumable after a kill: parse the raw days; number each feature's hashes in the order of
+their first appearance; find the shuffle of the training days; scatter rows to their destinations; and, day by day,
+gather and write the rows. The first, fourth and fifth step resume after the last complete day, the second after the
+last complete feature, the third from its beginning.
 
-Memory does not grow with the rows of a day. Its peak is the distinct hashes of the largest feature, 8 bytes a slot of
-the table that numbers them (data/contiguous.py): 6.6 GB for the 293 million of Criteo's. Parsing takes 0.6 GB, finding
-the shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A frequency threshold above 1 counts beside the
-numbering, with up to 7 GB more. In addition, writing multi-hot ids maps one feature's expansion table at a time, up to
-16.0 GB of file pages that the system drops where memory is short. With --workers N days and features are worked on N at
-a time, and their memory adds up: by calculation, four workers number Criteo's largest features in up to 20 GB and
-gather in 11. Disk in addition to OUT's files: up to 185 bytes a row during the work, 0.8 TB for Criteo's days, and the
-rows of the expansion tables that ids reach, 24 GB for Criteo's, which small inputs do not keep. Disk and time are
-estimated and printed first, and too little space is refused.
+Memory does not grow with the rows of a day. The peak is the numbering of the largest feature's distinct hashes, 8 bytes
+per slot of a hash table (dlrm/data/contiguous.py): 6.6 GB for Criteo's 293 million. Parsing takes 0.6 GB, finding the
+shuffle of 4.2 billion rows 3.7, scattering 0.6, gathering 2.8. A frequency threshold above 1 also counts hashes, with
+up to 7 GB more. In addition, writing multi-hot ids maps one feature's expansion table at a time, up to 16.0 GB of file
+pages that the system drops if memory is short. With --workers N, N days or features are processed at a time, and their
+memory adds up: by calculation, four workers number Criteo's largest features in up to 20 GB and gather in 11. Disk
+space in addition to OUT's files: up to 185 bytes per row during the work, 0.8 TB for Criteo's days, and 24 GB for the
+rows of the expansion tables that Criteo's ids reach, which small inputs do not keep. Estimates of disk space and time
+are printed first, and too little space is an error.
 """
 
 import shutil
@@ -52,7 +52,7 @@ class PreprocessConfig:
     out: Annotated[Path, tyro.conf.Positional]
     """Directory to write; an unfinished result in it is continued."""
     formats: Literal["both", "one_hot", "multi_hot"] = "both"
-    """Ids to write: one a feature (160 bytes a sample), or as many as the multi-hot sizes (912 bytes)."""
+    """Ids to write: one per feature (160 bytes per sample), or the multi-hot sizes (912 bytes per sample)."""
     preset: str = "mlperf-dcnv2"
     """The preset whose tables and sizes the multi-hot ids fit."""
     table_scale: float | None = None

@@ -1,9 +1,9 @@
 """Measures the rate at which ranks read day files, values checked, on an otherwise idle machine: dlrm-bench data speed
 DIR
 
-Each rank reads as in a run: --data.reader-threads threads fill batches, in pinned memory where there is a GPU, and one
-consumer takes them in order. Ranks are processes that begin together. A run needs its samples a second; files in the
-page cache show the reader's rate, --cold the disk's.
+Each rank reads as in a run: --data.reader-threads threads fill batches, in pinned memory if there is a GPU, and one
+consumer takes them in order. Ranks are processes that begin together. Compare the rate with the samples per second of a
+run; files in the page cache give the reader's rate, --cold the disk's.
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
 """Builds packed batches: compiled loops over the mapped columns, on reader threads, off the training's path.
 
-A user's history is found once a batch, by a walk back from its first anchor; from there it slides: each anchor adds the
-events since the previous one, and each pool forgets its oldest.
+A user's history is found once per batch, by a walk back from the user's first anchor, and then slides: each anchor adds
+the events since the previous anchor, and each pool drops its oldest events.
 """
 
 import threading
@@ -50,10 +50,10 @@ class BatchBuilder:
         self._scratch = threading.local()
 
     def build(self, numbers: NDArray[np.int64]) -> Packed:
-        """The samples of anchors, given by their numbers in cache.positions, in this order.
+        """Returns the samples of anchors, given by their numbers in cache.positions, in this order.
 
-        Consecutive anchors of a user, in order of time, share their events. ValueError names the file and the event
-        that cannot be.
+        Consecutive anchors of a user, in order of time, share their events. ValueError names the file and the
+        impossible event.
         """
         anchors = self._cache.positions[numbers]
         samples = np.empty((SAMPLE_ROWS, len(anchors)), dtype=np.int32)
@@ -121,7 +121,7 @@ class BatchBuilder:
 
 
 def compile_ahead() -> None:
-    """Compiles what builds batches, on two made events; for before a run's clock, as no data are read."""
+    """Compiles the functions that build batches, on two artificial events, before the clock of a run; reads no data."""
     columns: list[NDArray[Any]] = [np.zeros(2, dtype) for dtype in (*COLUMNS.values(), *[np.int64] * 5)]
     for column in columns:
         column.flags.writeable = False  # as maps are, which numba takes for another type

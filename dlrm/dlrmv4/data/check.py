@@ -1,9 +1,9 @@
 """Checks a folder of DLRMv4's data: the cache, its index of windows, and the maps of items.
 
-Each finding names a file and the fix. Every value is read, in pieces: users and times are in order, ids within the maps
-and the benchmark's tables, flags follow from types and played ratios, and anchors are those of the limits. Where there
-is no index of windows it is written first: MLCommons' download has none. --mlperf also compares counts and checksums
-with MLPerf's own files, which takes as long as reading 227 GB twice; --fast looks at headers and lengths alone.
+Each finding names a file and the fix. Every value is read, in pieces, and checked: users and times are in order, ids
+within the maps and the benchmark's tables, flags follow from types and played ratios, and anchors follow from the
+limits. A missing index of windows is written first: MLCommons' download has none. --mlperf also compares counts and
+checksums with MLPerf's own files, which takes as long as reading 227 GB twice; --fast checks headers and lengths only.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def check(config: CheckConfig) -> CheckedCache:
     findings += _count_findings(config, cache, index)
     if not config.fast:
         findings += _user_findings(cache)
-        if not findings:  # what follows goes by the users' bounds
+        if not findings:  # the next checks rely on the users' bounds
             findings += _event_findings(cache, maps)
             findings += _index_findings(cache, index)
     if config.mlperf:
@@ -128,7 +128,7 @@ def _event_findings(cache: Cache, maps: ItemMaps) -> Iterator[str]:
             if name not in seen and not np.array_equal(column[found], values):
                 seen.add(name)
                 file = f"{cache.folder}/{name}_{cache.limits.anchors_name}.npy"
-                yield f"{file} has not the anchors of events {first} ff.: {COPY_AGAIN}"
+                yield f"{file} lacks the anchors of events from {first} on: {COPY_AGAIN}"
     if not seen and anchors != len(cache.positions):
         yield f"{cache.folder} has {len(cache.positions)} anchors, and its events make {anchors}: {COPY_AGAIN}"
 

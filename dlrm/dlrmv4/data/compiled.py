@@ -12,6 +12,7 @@ def compiled(function: Function) -> Function:
     """Returns the function, compiled at its first call with arguments of these types: 3 s for all functions that build
     batches.
 
-    It is not kept on disk: numba would load an old one after a change to a function of another file that it calls.
+    Compiled code is not cached on disk: numba would load stale code after a change to a called function in another
+    file.
     """
     return cast(Function, numba.njit(nogil=True)(function))

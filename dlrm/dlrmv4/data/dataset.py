@@ -30,11 +30,11 @@ class WindowBatch:
 
 
 class EventDataset:
-    """Windows 0 to train_windows - 1 train, in turn; the last window evaluates. Samples of a window beyond whole global
-    batches are left out, in training always, as in the reference. See dlrm/data/dataset.py."""
+    """The data set of events: windows 0 to train_windows - 1 train, in order; the last window evaluates. Samples of a
+    window beyond whole global batches are dropped, always in training, as in the reference. See Dataset."""
 
     def __init__(self, data: DataConfig, model: ModelConfig) -> None:
-        """ValueError where the folder holds no data, other histories than the model's, or ids that tables lack."""
+        """ValueError if the folder has no data, histories of another length, or ids outside the tables."""
         if not data.path.is_dir():
             raise ValueError(
                 f"--data.path {data.path} {why_not(data.path)}: generate a small data set with 'dlrm-bench data "
@@ -51,8 +51,8 @@ class EventDataset:
         windows = len(self._index) - 1
         if windows < 1 or (data.train_windows or 0) > windows:
             raise ValueError(
-                f"--data.train-windows is {data.train_windows}: {self._cache.folder} has {windows} beside the one that "
-                "evaluates"
+                f"--data.train-windows is {data.train_windows}: {self._cache.folder} has {windows} training windows, "
+                "and one for evaluation"
             )
         self.maps = ItemMaps.open(data.path, rows)
         self._rows, self._drop_last, self._deal = rows, data.drop_last_evaluation, data.deal
@@ -118,7 +118,7 @@ class WindowBatches(Sequence[WindowBatch]):
         return self._last()
 
     def _last(self) -> WindowBatch:
-        """Returns the tail, filled up by the window's first sample: a rank may have none of the tail."""
+        """Returns the tail, padded with the window's first sample, since a rank may have no sample of the tail."""
         order = self._samples.order
         own = order.tail(order.first, self._samples.rank)
         first = order.index.select(order.first, np.zeros(order.local_batch - len(own), dtype=np.int64))

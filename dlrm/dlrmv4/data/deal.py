@@ -2,14 +2,14 @@
 
 A rank that has the neighbouring samples of few users names fewer rows and receives fewer events than a rank that has
 some samples of every user. Histories differ in length, though: the cost of a rank's products grows with its number of
-tokens, that of its attention with their squares. So users are sorted by length, and each rank gets some blocks of that
-order, in one direction and then in the other, as many as balance both sums. Each block has one length for all ranks, so
+tokens, and the cost of its attention with their squares. So users are sorted by length, and blocks of that order are
+dealt to the ranks in alternating direction, as many blocks as balance both sums. All ranks get blocks of equal size, so
 that the mean over ranks of their losses stays the mean over the global batch.
 
-A step has the same samples either way, and so the same order of windows and steps, which training_policies (pull
-request 594) asks for without a shuffle. No rule that we could read says which rank has which sample; a submitter should
-say that this was chosen. Two things change with it, as with another number of ranks: dropout's masks, and the divisor
-of attention where --model.attention-scale is `longest`, that of a rank's samples.
+A step has the same samples with either dealing, and so windows and steps keep the order that training_policies (pull
+request 594) requires, without a shuffle. We found no rule on which rank gets which sample; a submitter should disclose
+this choice. Two things change, as with another number of ranks: dropout masks, and, where --model.attention-scale is
+`longest`, the divisor of attention, which depends on a rank's samples.
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ def deal_users(
 ) -> NDArray[np.int64]:
     """Returns the places of each rank's samples in a global batch, [ranks, samples of a rank], ascending.
 
-    users, lengths: of each sample its user, and the events of its history, [samples]; samples of a user are neighbours.
-    Sums that no blocks bring within the tolerance stay as single samples, dealt in order of length, leave them.
+    users, lengths: user, and number of events in the history, of each sample, [samples]; samples of a user are
+    adjacent. If no block size brings the sums within the tolerance, single samples are dealt in order of length.
     """
     of_rank, left = divmod(len(users), ranks)
     assert left == 0, "as many samples for each rank"
@@ -85,8 +85,8 @@ def _by_length(users: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[
 
 
 def _in_blocks(row: NDArray[np.int64], ranks: int, blocks: int) -> NDArray[np.int64]:
-    """Returns the places of each rank, which has `blocks` of them: one of every `ranks` in the row, whose direction
-    turns."""
+    """Returns the places of each rank: of each row of `ranks` blocks it gets one, in alternating direction, `blocks` in
+    all."""
     ends = np.arange(blocks + 1) * (len(row) // ranks) // blocks * ranks
     parts = [row[begin:end].reshape(ranks, -1) for begin, end in pairwise(ends)]
     return np.concatenate([part[:: 1 - 2 * (number % 2)] for number, part in enumerate(parts)], axis=1)

@@ -1,17 +1,18 @@
 """Generates days of listening like Yambda's, with labels from a known teacher: the reference's cache files.
 
-OUT gets processed_5b/hstu_cache_L*/ with the index of windows, shared_metadata/, and `generated.json`, written last,
-with what was asked for, counts, and the AUC of the teacher's own probabilities: the best that a model can reach, up to
-luck. With --raw it also gets raw/5b/multi_event.parquet, from which `preprocess` makes the same cache.
+The directory gets processed_5b/hstu_cache_L*/ with the index of windows, shared_metadata/, and `generated.json`,
+written last, with the parameters, counts, and the AUC of the teacher's own probabilities: the best that a model can
+reach, apart from chance. With --raw it also gets raw/5b/multi_event.parquet, from which `preprocess` makes the same
+cache.
 
-The defaults are Yambda's size: 4.7 billion events, 0.23 TB. --users and --items scale it down; --history scales what
-a user listens to, with the lengths of histories: 63 gives data for a CPU. Memory, with all items and two threads:
-0.9 GB at the peak, measured; 30 million events take 19 s of CPU time.
+The defaults are Yambda's size: 4.7 billion events, 0.23 TB. Flags --users and --items reduce it; --history scales the
+number of events per user and the lengths of histories: 63 gives data for a CPU. With all items and two threads, peak
+memory is 0.9 GB (measured); 30 million events take 19 s of CPU time.
 
-Where made data are known to differ from Yambda: there are 2.2 instead of 2.29 billion anchors, and a third instead of
-0.4 of all users have any; the last window has 2.9 instead of 2.06 million of them for a million users; lengths of
-histories spread less (their rms is 1.03 of their mean; more than 1.067 cannot be where at least one pool is full and
-105 events are likes).
+Generated data are known to differ from Yambda in these points: 2.2 instead of 2.29 billion anchors; a third instead of
+0.4 of all users have an anchor; the last window has 2.9 instead of 2.06 million anchors for a million users; lengths of
+histories vary less (their rms is 1.03 times their mean; with at least one full pool and 105 likes, 1.067 is the
+maximum).
 """
 
 import itertools
@@ -60,31 +61,31 @@ class GenerateConfig:
     out: Annotated[Path, tyro.conf.Positional]
     """Directory to write."""
     users: int = 1_000_000
-    """Users, of whom about a third ever have a full history."""
+    """Number of users; about a third of them eventually have a full history."""
     items: int = 9_390_623
-    """Items."""
+    """Number of items."""
     artists: int = 1_293_394
-    """Artists."""
+    """Number of artists."""
     albums: int = 3_367_691
-    """Albums."""
+    """Number of albums."""
     days: int = 300
-    """Number of windows of a day; the last one evaluates."""
+    """Number of windows of one day; the last window evaluates."""
     last_day: float = 0.05
-    """Length of the last window, in days; so it has a thousandth of all samples, as Yambda's."""
+    """Length of the last window, in days; 0.05 gives it a thousandth of all samples, as in Yambda."""
     history: int = 4086
-    """Events of the longest history, and before the first anchor of a user. Events a user scale with it."""
+    """Maximum number of events in a history, and of a user's events before the first anchor; scales events per user."""
     zipf: float = 0.92
-    """Exponent of the items' popularity, from 0 on and below 1."""
+    """Zipf exponent of the items' popularity, 0 or more and less than 1."""
     repeats: float = 0.75
-    """Share of listens that are of an item that the user has heard before."""
+    """Share of listens to items that the user has heard before."""
     explores: float = 0.15
-    """Share of listens that are of another item of an artist heard before; the others are chosen by popularity."""
+    """Share of listens to a new item of an artist heard before; other new items are chosen by popularity."""
     seed: int = 1
     """Equal seeds give equal files."""
     raw: bool = False
-    """Also write Yambda's own format, with a last day that preprocessing cuts off."""
+    """Also write Yambda's own format, with an additional last day that preprocessing cuts off."""
     threads: int = 2
-    """Threads that make users; the files do not depend on it."""
+    """Number of threads that make users; it does not change the files."""
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "artists", "albums", "history", "threads"):
@@ -126,7 +127,7 @@ class Generated:
     train_anchors: int
     """Anchors of all windows but the last."""
     eval_anchors: int
-    """Those of the last."""
+    """Anchors of the last window."""
     windows: int
     best_auc: float
     """AUC of the teacher's probabilities on the anchors of the last window."""
@@ -300,7 +301,14 @@ def main(args: Sequence[str] | None = None, default: GenerateConfig | None = Non
 
 def _run(args: Sequence[str] | None, default: GenerateConfig | None) -> int:
     words: dict[str, Any] = {} if default is None else {"default": default}
-    config = tyro.cli(GenerateConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,), **words)
+    config = tyro.cli(
+        GenerateConfig,
+        args=args,
+        prog="dlrm-bench data generate",
+        description=__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        **words,
+    )
     generated, written = generate(config)
     print(
         f"{config.out}: {generated.events} events of {generated.users} users, {generated.train_anchors} samples of "

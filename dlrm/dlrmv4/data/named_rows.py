@@ -1,9 +1,10 @@
-"""Counts the rows of each table that a training names, and the memory of these alone: ROWS DIR
+"""Counts the rows of each table that training names, and the memory of these rows: dlrm-bench data rows --preset
+mlperf-dlrmv4 DIR
 
-Samples of the first windows are read user group by user group, a quarter of all users, half of them, then all. Rows
-that more users name grow by a power of the number of users, which the last doubling gives, and from which follows the
-number of rows at --samples of the same windows. Of a table of hashes it is the number of distinct keys that grows so,
-and n keys fall into R * (1 - exp(-n / R)) of its R rows.
+Samples of the first windows are read for a quarter of all users, for half of them, then for all. The number of named
+rows grows by a power of the number of users; the last doubling determines the power, which extrapolates the number of
+rows to --samples of the same windows. For a hashed table, the number of distinct keys grows that way, and n keys fall
+into R * (1 - exp(-n / R)) of its R rows.
 """
 
 import math
@@ -40,11 +41,11 @@ class NamedRowsConfig:
     directory: Annotated[Path, tyro.conf.Positional]
     """Folder of data."""
     windows: int = 75
-    """First windows, of a day each: MLPerf's runs come to their target within about 75."""
+    """Number of first windows, of one day each: MLPerf's runs reach their target within about 75."""
     samples: float = 70e6
-    """Samples of these windows for which numbers of rows are extrapolated: of MLPerf's data, those until the target."""
+    """Number of samples to extrapolate to: with MLPerf's data, the samples until the target."""
     world_size: int = 8
-    """Ranks over which the rows are distributed."""
+    """Number of ranks over which the rows are distributed."""
 
     def __post_init__(self) -> None:
         for flag in ("windows", "samples", "world_size"):
@@ -117,7 +118,13 @@ def main(args: Sequence[str] | None, model: ModelConfig) -> int:
 
 
 def _run(args: Sequence[str] | None, model: ModelConfig) -> int:
-    config = tyro.cli(NamedRowsConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    config = tyro.cli(
+        NamedRowsConfig,
+        args=args,
+        prog="dlrm-bench data rows",
+        description=__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
     found = count_rows(config, model)
     if not found[0].samples:
         raise ValueError(f"{config.directory}: a quarter of the users has no sample in {config.windows} windows")

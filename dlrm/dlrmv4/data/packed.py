@@ -1,14 +1,14 @@
-"""A batch as it travels to the device: every distinct event once, and for each sample where its history lies.
+"""The packed form of a batch for transfer to the device: each distinct event once, and the range of each history.
 
 Neighbouring anchors of a user share nearly all of their histories. The events of one user that a batch needs, in order
-of time, are a segment; all segments are joined. A sample's history are the events of its segment that lie before `end`
-and not before the first one of their own pool, `first`: so three pools and one order of time need four numbers a
-sample. The reference sends each history whole, as eight-byte numbers: 216 MB for 1,024 samples. Here, of made users
-dealt among eight ranks, these are 1.8 MB in windows 60 to 75 (2.2 at most), 3.5 in windows 280 to 298 (4.1), and 6.6
-(6.9) in the last window, an hour in which users have few anchors each; a rank alone sends 0.4 MB.
+of time, form a segment; all segments are concatenated. A sample's history consists of the events of its segment before
+`end` and from the first event of their own pool, `first`, on: three pools in one order of time need four numbers per
+sample. The reference sends whole histories as eight-byte numbers: 216 MB for 1,024 samples. With generated users dealt
+among eight ranks, packed batches take 1.8 MB in windows 60 to 75 (2.2 at most), 3.5 in windows 280 to 298 (4.1), and
+6.6 (6.9) in the last window, an hour in which each user has few anchors; a single rank sends 0.4 MB.
 
-A batch may name each distinct item once (`by_items`), for its events, of one user and of many, repeat items: then an
-event has the place of its item among these.
+A batch may contain each distinct item once (`by_items`), because its events, of one user and of many, repeat items:
+each event then has the index of its item.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class Packed:
     tokens: int
     """Events of all histories together, T."""
     candidates: int
-    """Events of all samples between the first of any pool and `end`: T, and those that a pool no longer holds."""
+    """Events of all samples from the first event of any pool to `end`: T, plus events that their pool has dropped."""
     longest: int
     """Events of the longest history."""
 
@@ -145,10 +145,10 @@ def by_items(packed: Packed, pin: bool) -> Packed:
 
 
 def events_of(packed: Packed) -> Tensor:
-    """Returns the distinct event of each event of the histories, int64 [T], on the device of the buffer, without a wait
-    for it.
+    """Returns the distinct event of each event of the histories, int64 [T], on the buffer's device, without waiting for
+    the device.
 
-    Plain PyTorch, with 8-byte numbers for each of packed.candidates: a kernel needs none of these.
+    A plain PyTorch version with 8-byte temporaries for each of packed.candidates; a kernel needs no temporaries.
     """
     table, device = packed.samples, packed.storage.device
     first, end = table[FIRST:END].long(), table[END].long()

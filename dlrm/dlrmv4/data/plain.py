@@ -35,7 +35,7 @@ def window(cache: Cache, number: int) -> NDArray[np.int64]:
 
 
 def share(window: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
-    """Returns a rank's anchors of a window: every world_size-th one, of as many as divide evenly."""
+    """Returns a rank's anchors of a window: every world_size-th anchor of the largest multiple of world_size."""
     return window[: len(window) // world_size * world_size][rank::world_size]
 
 

@@ -1,18 +1,18 @@
 """Yambda's parquet files to the reference's cache: RAW to OUT, byte for byte, in bounded memory.
 
-RAW holds raw/5b/multi_event.parquet (Yambda's flat/5b/multi_event.parquet) and shared_metadata/ with
-{artist,album}_item_mapping.parquet, as the reference's download leaves them. OUT gets processed_5b/ with
-hstu_cache_L*/, item_popularity.npy and split_meta.json, and shared_metadata/; it may be RAW.
+RAW (the first path) holds raw/5b/multi_event.parquet (Yambda's flat/5b/multi_event.parquet) and shared_metadata/ with
+{artist,album}_item_mapping.parquet, as the reference's download leaves them. OUT (the second path) gets processed_5b/
+with hstu_cache_L*/, item_popularity.npy and split_meta.json, and shared_metadata/; OUT may be RAW.
 
-What is kept: events of the `train_days` before the last `test_days` and a gap, by user and then by time. Events of one
-user and second keep the order of the file; the reference's sort leaves that open, and keeps it where the file is sorted
-already, as Yambda's is. The reference's parquet of sessions, test events and their index, which its training does not
-read once there is a cache, are not written.
+The cache contains the events of the `train_days` before the last `test_days` and a gap, by user and then by time.
+Events of the same user and second keep the order of the file; the reference's sort does not specify this order, and
+keeps it if the file is sorted already, as Yambda's is. The reference's parquet files of sessions, test events and their
+index are not written, because its training does not read them once there is a cache.
 
-Users are read some millions of events at a time, by the statistics of the file's row groups: where it is sorted by
-user, as Yambda's is, each is read about once, otherwise all of the file for each piece. Memory, with Yambda's items and
-pieces of 8 million events (--chunk-events): 1.75 GB at the peak, measured, and 0.85 GB with 2 million; 24 bytes a user
-are to be added. The reference takes 190 GB.
+Users are read some millions of events at a time, by the statistics of the file's row groups. If the file is sorted by
+user, as Yambda's is, each row group is read about once; otherwise each piece reads the whole file. Peak memory with
+Yambda's items is 1.75 GB (measured) with pieces of 8 million events (--chunk-events) and 0.85 GB with 2 million, plus
+24 bytes per user. The reference takes 190 GB.
 """
 
 import itertools
@@ -51,15 +51,15 @@ class PreprocessConfig:
     raw: Annotated[Path, tyro.conf.Positional]
     """Directory with raw/5b/multi_event.parquet and shared_metadata/."""
     out: Annotated[Path, tyro.conf.Positional]
-    """Directory to write; it may be the same."""
+    """Directory to write; it may be RAW."""
     history: int = 4086
-    """Events of the longest history, and before the first anchor of a user."""
+    """Maximum number of events in a history, and of a user's events before the first anchor."""
     train_days: int = 300
     """Days of training."""
     gap_minutes: int = 30
     """Minutes between training and test."""
     test_days: int = 1
-    """Number of last days, which training leaves out."""
+    """Number of last days, which training excludes."""
     chunk_events: int = 8_000_000
     """Number of events read at a time; those of one user are read together."""
 
@@ -245,7 +245,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(PreprocessConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    config = tyro.cli(
+        PreprocessConfig,
+        args=args,
+        prog="dlrm-bench data preprocess",
+        description=__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
     cache = preprocess(config)
     print(f"{config.out}: {len(cache)} events of {len(cache.unique_uids)} users, {len(cache.positions)} anchors")
     return 0

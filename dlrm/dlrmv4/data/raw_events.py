@@ -14,14 +14,14 @@ EVENT_TYPES = ("listen", "like", "dislike", "unlike", "undislike")
 DAY, SESSION_GAP = 86_400, 1_800
 RAW_FILE = Path("raw") / "5b" / "multi_event.parquet"
 LAST_DAY_USERS = 50
-"""Every so manieth user has an event in the day that preprocessing cuts off."""
+"""Interval of users that have an event on the last day, which preprocessing cuts off."""
 
 
 class RawWriter:
-    """Writes events, a piece at a time, and a last day after them; a context manager that may be told to do nothing.
+    """Writes events piece by piece, and then a last day; a context manager that can be disabled.
 
-    Preprocessing puts the end of training a day and half an hour before the last event: the first user's last event
-    comes exactly so long after `end`.
+    Preprocessing sets the end of training to a day and half an hour before the last event, so the first user's last
+    event is exactly that long after `end`.
     """
 
     def __init__(self, out: Path, wanted: bool, end: int) -> None:

@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, CONTEXT_ROWS, LABEL, L
 from dlrm_bench.dlrm.dlrmv4.work import EVENTS, ITEMS, ROWS, TOKENS, TOKENS_SQUARED
 
 _SAMPLES, _LEAST, _MOST = 4096, 4, 64
-"""Samples that are looked at, about, in so many batches."""
+"""Approximate number of samples to inspect, and the minimum and maximum number of batches that contain them."""
 
 
 def sample_sizes(dataset: Dataset, config: TrainingConfig, world_size: int, iterations: range) -> SampleSizes:

@@ -1,7 +1,8 @@
-"""Measures the rate at which one rank's batches are built, on an otherwise idle machine: SPEED DIR
+"""Measures the rate at which one rank's batches are built, on an otherwise idle machine: dlrm-bench data speed --preset
+mlperf-dlrmv4 DIR
 
-Reader threads build batches as in a run, one consumer takes them in order and drops them. A run needs its samples a
-second; files in the page cache show the rate of building, and a first pass over cold ones the disk's.
+Reader threads build batches as in a run; one consumer takes them in order and drops them. Compare the rate with the
+samples per second of a run; files in the page cache give the rate of building, a first pass over cold files the disk's.
 """
 
 import sys
@@ -103,7 +104,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(SpeedConfig, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+    config = tyro.cli(
+        SpeedConfig,
+        args=args,
+        prog="dlrm-bench data speed",
+        description=__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
     found = speed(config)
     print(
         f"{found.batches} batches of {config.local_batch_size}, {config.reader_threads} threads: "

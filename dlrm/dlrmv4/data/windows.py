@@ -1,15 +1,15 @@
 """The index of windows: which anchors each window holds, prepared once, so that no run looks for them.
 
-The reference compares the times of all 2.29 billion anchors with the bounds of a window, for each window, and for all
-of them once more to count the samples of training: 825 s at the median of its published runs, inside of the clock. In
-order of user and time a window is many short ranges of consecutive anchors. This index lists them: two .npy files in
+For each window, the reference compares the times of all 2.29 billion anchors with the window's bounds, and once more
+for all windows to count training samples: 825 s at the median of its published runs, inside the clock. In
+order of user and time, a window is many short ranges of consecutive anchors. This index lists them: two .npy files in
 the folder of the cache, `ranges_*` int64 [R, 2] (a range's first anchor, and how many anchors of its window lie before
 it), sorted by window, and `windows_*` int64 [W, 2] (a window's first range, and its anchors).
 
-What the rules let one prepare: MLPerf's training rules leave converting and reformatting a data set outside of the
-clock, and the index is a function of the anchors' times alone. It holds no sample, and none is read before the run
-starts. The reference has since got an option for the same (use_offline_ts_indices, mlcommons/training#907). We could
-read no rule that names this index for this benchmark: a submitter should say that it was prepared.
+The rules permit this preparation: MLPerf's training rules exclude converting and reformatting a data set from the
+clock, and the index depends only on the anchors' times. The index contains no sample, and no sample is read before the
+run starts. The reference has an equivalent option by now (use_offline_ts_indices, mlcommons/training#907). We found no
+rule that names this index for this benchmark: a submitter should disclose that it was prepared.
 """
 
 import os

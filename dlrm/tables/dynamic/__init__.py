@@ -1,1 +1,1 @@
-"""Rows that come into being when their ids are first named."""
+"""Rows that are created when a batch first names their ids."""

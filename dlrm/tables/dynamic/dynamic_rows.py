@@ -1,8 +1,8 @@
-"""The rows of all tables that one rank owns and that some batch has named: memory for a fixed number of them.
+"""One rank's rows that some batch has named, of all tables: memory for a fixed number of rows.
 
-A row is made when its id is first named, with the weights that it would have in a table of full size, and state 0. So a
-training is, to the bit, that of tables in full, as long as no row loses its place. What nobody has named takes no
-memory: an evaluation reads the weights with which such a row would be made.
+A row is made when a batch first names its id, with the initial weights of a full table and state 0. So training is
+bit-identical to training with full tables, as long as no row loses its place. Unnamed rows take no memory: an
+evaluation reads the weights with which such a row would be made.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.embedding.initial_rows import RowsOfTables, initial_rows
 
 COLUMNS = 4
-"""Numbers of 32 bits that a saved row has beside weights and state, see `DynamicRows.entries`."""
+"""Number of int32 values saved with each row beside weights and state, see `DynamicRows.entries`."""
 NO_PLACE = 1 << 30
-"""Number that ranks agree on in place of an excess where a new row has no place on any of them: above any excess."""
+"""Value that ranks agree on, instead of an excess, if any rank has no place for a new row: above any excess."""
 
 
 class DynamicRows:
@@ -31,8 +31,8 @@ class DynamicRows:
     def __init__(
         self, numbers: RowNumbers, tables: Tables, seed: int, places: RowPlaces, memory: tuple[Tensor, Tensor]
     ) -> None:
-        """numbers: of the rank's rows of `tables`; a row's is its id in the map. memory: fp32 weights, [R, columns],
-        and optimizer state, [R, any], with R above `places`: the rows beyond all places are nobody's."""
+        """numbers: numbers of the rank's rows of `tables`; a row's number is its id in the map. memory: fp32 weights,
+        [R, columns], and optimizer state, [R, any], with R above `places`: no row owns the memory beyond all places."""
         self.numbers, weights = numbers, memory[0]
         assert len(weights) == len(memory[1]) > places.count, "a row of weights and state for each place, and more"
         device = weights.device
@@ -59,10 +59,10 @@ class DynamicRows:
         return cls(RowNumbers.of_parts(tables, ranks), tables, seed, places, (memory[0], memory[1]))
 
     def place(self, numbers: Tensor, places: Tensor) -> Tensor:
-        """places[n] = the place of row numbers[n], which is made where it is new; -1 of numbers below 0, and where no
-        place is left. Returns what ranks agree on by Overflows, int32 [1]: NO_PLACE where a row has none, else -1.
+        """Writes to places[n] the place of row numbers[n], making the row if it is new; -1 for numbers below 0, and if
+        no place is left. Returns the value for Overflows, int32 [1]: NO_PLACE if some row has no place, else -1.
 
-        numbers, places: int32 [N], equal numbers next to each other.
+        numbers, places: int32 [N]; equal numbers are adjacent.
         """
         weights, state = self._memory
         new, lacking = self.map.place(numbers, places)
@@ -74,9 +74,9 @@ class DynamicRows:
         """ValueError where the ranks have agreed on NO_PLACE for a batch."""
         if agreed >= NO_PLACE:
             raise ValueError(
-                f"--dynamic-rows {self.map.places}: a batch names rows that are new, and a rank has no place left for "
-                "them; give more places, use more GPUs, or let rows that were not named for long lose theirs "
-                "(--evict-rows)"
+                f"--dynamic-rows {self.map.places}: a batch names new rows, and a rank has no place left for them; "
+                "choose a larger number, use more GPUs, or replace rows that were not named for long (add "
+                "--evict-rows)"
             )
 
     def write_unnamed(self, numbers: Tensor, places: Tensor, out: Tensor, targets: Tensor) -> None:
@@ -85,10 +85,10 @@ class DynamicRows:
         initial_rows(out, torch.where((places < 0) & (numbers >= 0), targets, -1), numbers, self._of_tables)
 
     def place_unnamed(self, numbers: Tensor, places: Tensor) -> None:
-        """Gives the rows that nobody has named places to read their weights from, until the next call: rows of the
-        memory beyond all places, of which there are as many as `numbers` or more.
+        """Assigns temporary places to unnamed rows, to read their weights from until the next call: rows of the memory
+        beyond all places, of which there are at least as many as `numbers`.
 
-        numbers: int32 [N], 0 or more. places: int32 [N], of which those below 0 are written.
+        numbers: int32 [N], 0 or more. places: int32 [N]; entries below 0 are overwritten.
         """
         beyond = torch.arange(len(numbers), dtype=torch.int32, device=numbers.device) + self.map.places
         self.write_unnamed(numbers, places, self._memory[0], beyond)
@@ -96,8 +96,8 @@ class DynamicRows:
 
     @contextmanager
     def unchanged(self, numbers: Tensor) -> Iterator[None]:
-        """Restores all rows bit for bit after training inside on no other rows than `numbers`, int32 [N] of any device,
-        which have places even where all are taken. What trains has ended when it ends."""
+        """Restores all rows bit for bit after the body, which trains on rows `numbers` only, int32 [N] on any device;
+        these rows have places even if all places are taken. The body ends after its training has ended."""
         kept = [tensor.clone() for tensor in self.map.memory()]
         rows = slice(0, len(numbers))  # those of the places that an empty map gives out
         weights, state = self.weights[rows].clone(), self.state[rows].clone()
@@ -110,8 +110,8 @@ class DynamicRows:
     # Entries: these wait for the device
 
     def entries(self) -> Tensor:
-        """Returns what places 0 .. n - 1 hold; the others hold nothing: int32 [n, COLUMNS], of each the lower and the
-        upper half of the id in its table, the table, and the batch that last named it."""
+        """Returns the content of places 0 .. n - 1 (the other places are empty), int32 [n, COLUMNS]: for each place the
+        lower and upper half of the id in its table, the table, and the last batch that named the row."""
         held, of = self.map.entries(), self.numbers
         nth = torch.searchsorted(self._of_tables.first_rows, held.ids, right=True) - 1
         ids = of.part + (held.ids - self._of_tables.first_rows[nth]) * of.parts
@@ -121,11 +121,11 @@ class DynamicRows:
         return out
 
     def choose(self, entries: Tensor) -> Tensor:
-        """Returns which of all ranks' saved rows become those of places 0, 1, ... here, int64 [n], ascending; the map
-        then holds them. Their weights and states are the caller's to write.
+        """Returns the indices of the saved rows that this rank owns, int64 [n], ascending, and loads them into the map
+        at places 0, 1, ... The caller writes their weights and states.
 
-        entries: int32 [N, COLUMNS] on the host, of `entries` of all ranks, of any number. ValueError where there are
-        more than places.
+        entries: int32 [N, COLUMNS] on the host, from `entries` of all ranks of any number of ranks. ValueError if this
+        rank owns more rows than it has places.
         """
         of = self.numbers
         ids, table = entries[:, :2].contiguous().view(torch.int64).view(-1), entries[:, 2].contiguous()
@@ -133,8 +133,8 @@ class DynamicRows:
         rows = own.nonzero().flatten()
         if len(rows) > len(self.weights):
             raise ValueError(
-                f"--dynamic-rows is {len(self.weights)}, and of the saved rows {len(rows)} are this rank's: give as "
-                "many, or use more GPUs"
+                f"--dynamic-rows is {len(self.weights)}, and this rank owns {len(rows)} of the saved rows: choose at "
+                "least that number, or use more GPUs"
             )
         firsts = torch.zeros(max(of.tables) + 1, dtype=torch.int64)
         firsts[list(of.tables)] = torch.tensor(of.first_rows)

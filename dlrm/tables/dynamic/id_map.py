@@ -1,9 +1,9 @@
 """Places of ids in a memory of fixed size, given out and taken away.
 
-Places are given out from a stack, to the new ids of a batch in ascending order: the same batches give the same places
-in every run. Where ids lose their places, they are those that were last named longest ago, of a window of places that
-moves on with every batch, as many as the batch's new ids lack; never one that the batches in flight name, which are the
-last two. A batch that is placed again changes nothing, so that a run that resumes before it continues to the bit.
+Places come from a stack and go to a batch's new ids in ascending order: the same batches give the same places in every
+run. Eviction takes places from the least recently named ids in a window of places, which advances with every batch; it
+frees as many places as the batch's new ids lack, and never those of ids that the two batches in flight name. Placing a
+batch again changes nothing, so a run that resumes before that batch continues bit-identically.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
 from dlrm_bench.kernels.embedding.id_map import EMPTY, IdSlots, empty_slots, find_ids, insert_ids
 
 _WINDOW_SHARE, _LEAST_WINDOW = 64, 4096
-"""A window is a 64th of the places, or all of few: what is sorted in each iteration stays small."""
+"""Size of a window: a 64th of the places, but at least 4096 (or all places): the sort of each iteration stays small."""
 _CHUNK = 1 << 20  # ids that are loaded at a time
 
 
@@ -32,12 +32,12 @@ class IdMap:
     """A map of one rank's ids. Its methods launch work and never wait for it; those under Entries do."""
 
     def __init__(self, places: int, evicts: bool, device: torch.device) -> None:
-        """evicts: whether ids lose their places to new ones; if not, ids that come when all are taken have none."""
+        """evicts: whether new ids may take the places of old ones; if not, new ids get no place once all are taken."""
         assert 0 < places <= MOST_PLACES, "checked with the options"
         self.places, self._evicts, self._device = places, evicts, device
         slots = empty_slots(places, device)
         self._slots = len(slots.ids)
-        # One more of each, where goes what is for nobody: shapes are fixed.
+        # One extra entry each, the target of unused writes: shapes are fixed.
         self._ids = torch.cat([slots.ids, slots.ids[:1]])
         self._map = IdSlots(self._ids[: self._slots], slots.places)
         self._slot_of = torch.full((places + 1,), -1, dtype=torch.int32, device=device)
@@ -48,14 +48,14 @@ class IdMap:
         self._is_new = torch.ones(1, dtype=torch.int32, device=device)
         self._window = torch.arange(min(places, max(places // _WINDOW_SHARE, _LEAST_WINDOW)), device=device)
         self.made, self.evicted, self.returned = torch.zeros(3, 1, dtype=torch.int64, device=device)
-        """Ids that were given a place, that lost theirs, and of the first those that had lost one before, int64 [1]
-        each, since the run began. An id that comes back each time counts again."""
+        """Number of ids since the run began that got a place, that lost their place, and that got a place again after a
+        loss, int64 [1] each. An id counts again each time."""
         self._lost = torch.zeros(self._slots + 1 if evicts else 0, dtype=torch.bool, device=device)
-        """Whether an id has lost its place: ids modulo the slots, so that more may count as returned, and none less."""
+        """Whether an id has lost its place, by id modulo the slots: `returned` may be too large, never too small."""
 
     def next_batch(self, is_new: Tensor | None) -> None:
-        """Counts a batch, before its ids are placed. is_new: int32 [1] on the device, 0 for one that was counted, whose
-        ids count as named when they were before; None for 1."""
+        """Counts a batch before its ids are placed. is_new: int32 [1] on the device, 0 for a batch that was counted
+        already, whose ids keep the batch numbers at which they were named; None means 1."""
         if is_new is None:
             self._is_new.fill_(1)
         else:
@@ -67,10 +67,11 @@ class IdMap:
         find_ids(ids, self._map, places)
 
     def place(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """places[n] = the place of ids[n], which a new id is given; -1 of ids below 0, and where no place is left.
+        """Writes to places[n] the place of ids[n], assigning places to new ids; -1 for ids below 0, and if no place is
+        left.
 
-        ids: int32 or int64 [N], equal ones next to each other, places: int32 [N]. Returns the places that are new,
-        int32 [N], each once and -1 elsewhere; and how many distinct ids have none, int64 [1].
+        ids: int32 or int64 [N], equal ids adjacent; places: int32 [N]. Returns the newly assigned places, int32 [N],
+        each once and -1 elsewhere; and the number of distinct ids without a place, int64 [1].
         """
         find_ids(ids, self._map, places)
         self._name(places)
@@ -102,7 +103,7 @@ class IdMap:
         return torch.where(places < 0, self.places, places).long()
 
     def _evict(self, wanted: Tensor) -> None:
-        """Takes away as many places as are free less than `wanted`, int64 [1], or as many as the window has."""
+        """Evicts ids until `wanted` places, int64 [1], are free, or until the window has no more candidates."""
         window = (self._batch.long() * len(self._window) + self._window) % self.places
         last = self._last[window]
         may = (self._slot_of[window] >= 0) & (last < self._batch - 1)
@@ -129,13 +130,13 @@ class IdMap:
     # Entries: these wait for the device
 
     def entries(self) -> Entries:
-        """Returns what the map holds. As places are given out in their order, and taken away only for ids that get
-        them, those that have none are the last."""
+        """Returns the content of the map. Places are assigned in order, and an evicted place is reused at once, so the
+        empty places are the last ones."""
         count = self.places - int(self._free_count)
         return Entries(self._ids[self._slot_of[:count].long()], self._last[:count].clone())
 
     def load(self, entries: Entries) -> None:
-        """Holds `entries`, no more than places, in place of what it held."""
+        """Replaces the content by `entries`, of which there are at most as many as places."""
         count = len(entries.ids)
         assert count <= self.places, "checked by the caller"
         self._ids.fill_(EMPTY)
@@ -152,7 +153,7 @@ class IdMap:
             counted.zero_()
 
     def go_on_after(self, batches: int) -> None:
-        """Counts from `batches` on, one of which may have been placed already."""
+        """Sets the number of batches counted so far; the next batch may have been placed already."""
         last = torch.where(self._slot_of >= 0, self._last, 0)
         later = int(last.max()) - (batches + 1)
         if later > 0:  # of batches of another size

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 MOST_PLACES = 1 << 29
-"""Rows of a rank: the slots of their map, up to four a row, are numbered with 31 bits."""
+"""Maximum number of places of a rank: the slots of the map, up to four per place, are numbered with 31 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class RowPlaces:
 
 
 def bytes_of(places: int, columns: int, states: int = 1, unnamed: int = 0) -> int:
-    """Returns the bytes of a rank's memory for rows at `places`: fp32 weights, `states` columns of optimizer state,
-    three numbers of 32 bits, and the slots of the map, an id, a place and, for --evict-rows, a flag each.
+    """Returns the bytes of a rank's memory for `places` rows: fp32 weights, `states` columns of optimizer state, three
+    int32 values per place, and the slots of the map, each with an id, a place and, for --evict-rows, a flag.
 
-    unnamed: further rows, in which an evaluation of pooled tables reads those that nobody has named.
+    unnamed: number of additional rows from which an evaluation of pooled tables reads unnamed rows.
     """
     slots = 1 << (2 * places - 1).bit_length()
     return (places + unnamed) * 4 * (columns + states) + places * 4 * 3 + slots * (8 + 4 + 1)

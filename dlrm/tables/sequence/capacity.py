@@ -9,22 +9,21 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.tables.tables import Tables
 
-# Entries of a list over those expected. Rows of a rank lie apart, so distinct rows spread over the ranks evenly.
+# Ratio of a list's entries to the expected number. Row i belongs to rank i % W, which spreads distinct rows evenly.
 _SLACK = 1.25
-# The largest batches have so many rows of a rank more than expected; of small ones, where chance counts, a share.
+# Granularity of list sizes, and their minimum excess over the expected number: for small batches, where chance matters.
 _LEAST_SLACK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class IdCapacity:
-    """The places for ids of a rank's batch, which lie table by table; unused ones are -1. The same on all ranks."""
+    """The places for ids of a rank's batch, table by table; unused places are -1. The same on all ranks."""
 
     places: tuple[int, ...]
-    """Places of each table."""
+    """Number of places of each table."""
     distinct: int | None = None
-    """Distinct rows that a rank's batch is expected to name, over all tables: what ranks exchange has room for these.
-    A batch with more is trained all the same, by larger exchanges, which are launched eagerly. None: as many as there
-    are places."""
+    """Expected number of distinct rows in a rank's batch, over all tables, which sets the size of exchanges. A batch
+    with more rows is still trained, by larger exchanges that are launched eagerly. None: the number of places."""
 
     def __post_init__(self) -> None:
         assert self.places, "places of each table"
@@ -43,7 +42,7 @@ class IdCapacity:
 
 
 def check_ids(ids: Tensor, capacity: IdCapacity, tables: Tables, rank: int, iteration: int) -> None:
-    """ValueError names the first id on the device that is neither a row of its table nor -1. Waits for the device.
+    """Raises ValueError that names the first id that is neither a row of its table nor -1. Waits for the device.
 
     ids: int32 [K]. rank, iteration: for the message.
     """

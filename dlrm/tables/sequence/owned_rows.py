@@ -1,8 +1,8 @@
-"""The rows of all tables that one rank owns: every W-th of each table, from its own number on, W being all ranks.
+"""The rows of all tables that one rank owns: every W-th row of each table, starting at the rank's number, for W ranks.
 
-Row i of a table is rank i % W's, as its row i // W of that table. Rows that lie W apart spread the most frequent ids,
-which data sets tend to number first, over all ranks. The owner has its rows of all tables one table after another, of
-each as many as the rank with most: so a row has one number whoever owns it.
+Row i of a table belongs to rank i % W, as its row i // W of that table. This stride spreads the most frequent ids,
+which data sets tend to number first, over all ranks. The owner stores its rows table after table, with the same number
+of rows per table on every rank (that of the rank with the most): so a row's number does not depend on its owner.
 """
 
 from collections.abc import Iterator
@@ -59,8 +59,8 @@ class OwnedRows:
 
     @contextmanager
     def unchanged(self, numbers: Tensor) -> Iterator[None]:
-        """Restores all rows bit for bit after training inside on no other rows than `numbers`, int32 [N]. What trains
-        has ended when it ends."""
+        """Restores all rows bit for bit after the body, which trains on rows `numbers` only, int32 [N]. The body ends
+        after its training has ended."""
         named = numbers.long()
         rows = self.weights[named], self.state[named]
         yield

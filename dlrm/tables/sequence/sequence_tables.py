@@ -1,24 +1,24 @@
-"""Embedding tables whose rows are looked up one by one, each distinct row of a batch once, in fixed shapes.
+"""Embedding tables with unpooled rows, each distinct row of a batch looked up once, in fixed shapes.
 
-A batch has K places for ids, those of one table after those of another; its ids repeat much. Nothing of the stages
-depends on the host, so that all of them can be captured in a CUDA graph. For W ranks, lists of E entries and C columns:
+A batch has K places for ids, table after table; many ids repeat. No stage depends on the host, so that all stages can
+be captured in a CUDA graph. For W ranks, lists of E entries and C columns:
 
     ids                 [K]         rows of their table, -1 in unused places
     keys                [K]         the rank that owns the row, and its number there; sorted, with the place of each
     distinct rows       [W, E]      of each owner, in ascending order, -1 after the last; an all-to-all of them
-    received            [W, E]      what each rank asks of this one; sorted too, for the update
+    received            [W, E]      rows of this rank that each rank requests; also sorted, for the update
     rows                [W, E, C]   read by their owner; an all-to-all of them
     out                 [K, C]      each place's, from the entry of its distinct row
     gradients           [K, C]
     sums                [W, E, C]   of the places of each distinct row; an all-to-all of them
-    update              row-wise Adagrad of each row that any rank asked for, by the sum over ranks
+    update              row-wise Adagrad of each row that any rank requested, by the sum over ranks
 
-One rank reads and updates its rows straight by keys, without lists. A batch with more distinct rows of an owner than
-a list takes overflows, on whichever rank: see `eager_rows`.
+A single rank reads and updates its rows directly by keys, without lists. A batch overflows if, on any rank, it has more
+distinct rows of one owner than a list takes: see `eager_rows`.
 
-An owner's rows are all in memory, or those that have been named (dynamic/): then its numbers of rows are looked up in a
-map once they are known and sorted, and rows that are new are made, in stage 1. Sums keep their order, so that both ways
-train to the same bits.
+An owner has all of its rows in memory, or only rows that batches have named (dynamic/). In the second case stage 1
+looks up the received row numbers in a map, once they are sorted, and makes the new rows. Sums keep their order, so that
+both cases train bit-identically.
 """
 
 import copy
@@ -52,7 +52,7 @@ class SortedRows:
     rows: Tensor
     """int32 [N]."""
     places: Tensor
-    """int32 [N]: where each stood before."""
+    """int32 [N]: position of each row before the sort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class ExchangedRows:
     """The exchange of one batch's rows between ranks."""
 
     distinct: DistinctRows
-    """The rows that this rank asks for."""
+    """The rows that this rank requests."""
     received: Tensor
-    """int32 [W, E]: the rows of this rank that each rank asks for; -1 after the last of each."""
+    """int32 [W, E]: the rows of this rank that each rank requests; -1 after the last row of each list."""
     owned: SortedRows | None
-    """The same in order, for the update; None where nothing is updated."""
+    """`received` in ascending order, for the update; None for evaluation."""
 
     @property
     def entries(self) -> int:
@@ -74,30 +74,30 @@ class ExchangedRows:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """The places of one batch's rows at their owner, where these are dynamic; -1 where there is none."""
+    """The places of one batch's dynamic rows at their owner; -1 for a row without a place."""
 
     read: Tensor
-    """int32, of the rows that the lookup reads, in its order: of one rank those of the sorted keys."""
+    """int32: places of the rows that the lookup reads, in its order; on a single rank, in the order of sorted keys."""
     updated: Tensor | None
-    """int32, of the rows of the update; None where nothing is updated, nor made."""
+    """int32: places of the rows that the update writes; None for evaluation, which makes no rows either."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistributedRows:
-    """The ids of one batch in flight: what stage 1 leaves for lookup and update."""
+    """The ids of one batch in flight: the output of stage 1, for lookup and update."""
 
     sorted: SortedRows
-    """Keys in order, see owner_keys: of one rank its rows."""
+    """Sorted keys, see owner_keys; on a single rank, its row numbers."""
     exchanged: ExchangedRows | None
-    """None of one rank."""
+    """The exchange between ranks; None for a single rank."""
     placed: PlacedRows | None = None
-    """None where the owner has all rows in memory."""
+    """Places of dynamic rows; None if the owner has all rows in memory."""
     excess: Tensor | None = None
-    """int32 [1] on the host: what ranks agree on of this batch, see Overflows; None where there is nothing to."""
+    """int32 [1] on the host: the value that ranks agree on for this batch, see Overflows; None without agreement."""
 
 
 class SequenceTables:
-    """The embedding stages of one rank. Its methods launch work and never wait for it, but for `eager_rows`.
+    """The embedding stages of one rank. Methods launch work and do not wait for it, except `eager_rows`.
 
     Stages 2 and 4 run one after another, for whichever batch; stage 1 of the next batch may run beside them.
     """
@@ -113,10 +113,9 @@ class SequenceTables:
         exchange: torch.dtype = torch.float32,
         dynamic: DynamicRows | None = None,
     ) -> None:
-        """rate: fp32 [1] on the device, which every update reads. exchange: in which format rows and sums of gradients
-        travel between ranks. dynamic: this rank's rows, of the same tables and seed, which are made when they are first
-        named; without it all are in memory. ValueError where the tables have too many rows. Collective: makes process
-        groups."""
+        """rate: learning rate, fp32 [1] on the device, which every update reads. exchange: number format of rows and
+        gradient sums between ranks. dynamic: this rank's dynamic rows, of the same tables and seed; None: all rows are
+        in memory. ValueError if the tables have too many rows. Collective: makes process groups."""
         assert tables.columns & (tables.columns - 1) == 0, "checked with the configuration"
         self.tables, self._rate, self._eps, self._dtype = tables, rate, optimizer.eps, exchange
         self._ranks, self._device = ranks.world_size, ranks.device
@@ -155,9 +154,9 @@ class SequenceTables:
         return SortTable(torch.zeros_like(places), places, rows)
 
     def empty_ids(self, updates: bool = True) -> DistributedRows:
-        """Returns memory for one batch's ids, of which there are none.
+        """Returns memory for one batch's ids, initially empty.
 
-        updates: whether the ids are for an update, too; `backward` takes no others.
+        updates: whether the ids are also for an update; `backward` takes only such ids.
         """
         unused = torch.full((self.capacity.count,), -1, dtype=torch.int32, device=self._device)
         ordered = SortedRows(unused, torch.arange(self.capacity.count, dtype=torch.int32, device=self._device))
@@ -189,25 +188,24 @@ class SequenceTables:
         return ExchangedRows(distinct, lists[1], owned)
 
     def _empty_lists(self, entries: int) -> tuple[Tensor, Tensor]:
-        """Returns memory for what ranks exchange in stages 2 and 4: at the owner of rows, and where they are asked
-        for."""
+        """Returns the buffers of the exchanges in stages 2 and 4: the row owner's buffer and the requesting rank's
+        buffer."""
         lists = torch.zeros(2, self._ranks * entries, self.tables.columns, dtype=self._dtype, device=self._device)
         return lists[0], lists[1]
 
     # Stage 1
 
     def expect(self, rows: DistributedRows) -> None:
-        """Says that an input dist into `rows` comes next, before it is launched or replayed: `eager_rows` waits for
-        it."""
+        """Announces an input dist into `rows` before it is launched or replayed, so that `eager_rows` waits for it."""
         if self._overflows is not None and rows.excess is not None:
             self._overflows.reset(rows.excess)
 
     def input_dist(self, ids: Tensor, into: DistributedRows, is_new: Tensor | None = None) -> None:
-        """Brings the batch's distinct rows to their owners, where those that are to be updated are made if they are
-        new. Collective.
+        """Sends the numbers of the batch's distinct rows to their owners, which make new rows unless the batch is for
+        evaluation. Collective.
 
-        ids: int32 [K], rows of their table, which is not checked; -1 in unused places. into: of `empty_ids`. is_new:
-        int32 [1] on the device, 0 for a batch that is distributed again; None for 1.
+        ids: int32 [K], rows of their table (not checked), -1 in unused places. into: from `empty_ids`. is_new: int32
+        [1] on the device, 0 for a batch that is distributed again; None means 1.
         """
         count = self._owned.numbers.count
         owner_keys(ids, self._first_rows, self._ranks, count, self._keys)
@@ -219,7 +217,7 @@ class SequenceTables:
         self._agree(into, self._place(into))
 
     def _agree(self, rows: DistributedRows, lacking: Tensor | None) -> None:
-        """Launches the exchange of what all ranks must know of a batch. lacking: the result of `_place`."""
+        """Launches the all-reduce of a batch's excess, which all ranks need. lacking: the result of `_place`."""
         if self._overflows is None or rows.excess is None:
             return
         excess = None
@@ -262,12 +260,12 @@ class SequenceTables:
         return self._sort_owned
 
     def eager_rows(self, rows: DistributedRows) -> DistributedRows | None:
-        """Returns, once the input dist of a batch has run, what all ranks look up and update it with, eagerly, in place
-        of `rows`; None, on all ranks, where no list overflows on any. Collective. ValueError, on all ranks, where the
-        batch names new rows and any rank has no place for them: none of it has trained then.
+        """Returns, after a batch's input dist, longer lists that all ranks use eagerly instead of `rows` if a list
+        overflows on any rank; None, on all ranks, if no list overflows. Collective. ValueError, on all ranks, if any
+        rank has no place for the batch's new rows; the batch has not been trained on then.
 
-        The lists of all ranks are then as long as the longest needs to be, so that the results are those of any
-        capacity. The host waits for the device. RuntimeError where the device has failed.
+        The lists of all ranks then have the length of the longest one, so that results do not depend on the capacity.
+        The host waits for the device. RuntimeError if the device has failed.
         """
         if self._overflows is None or rows.excess is None:
             return None
@@ -305,7 +303,7 @@ class SequenceTables:
         gather_rows(asked, rows.exchanged.distinct.slots, out, rows.sorted.places)
 
     def _read(self, rows: DistributedRows, out: Tensor, places: Tensor | None) -> None:
-        """Reads what a batch looks up at its owner, see gather_rows."""
+        """Reads a batch's rows from this owner's memory, see gather_rows."""
         read = self._read_of(rows) if rows.placed is None else rows.placed.read
         gather_rows(self._owned.weights, read, out, places)
         if self.dynamic is not None and rows.placed is not None and rows.placed.updated is None:
@@ -320,10 +318,10 @@ class SequenceTables:
     # Stage 4
 
     def backward(self, rows: DistributedRows, gradients: Tensor, watch: Watch | None = None) -> None:
-        """Updates each row that any rank's batch names by the mean over ranks of its gradient, which on each rank is
-        the sum over its places. Collective.
+        """Updates each row that any rank's batch names by the mean over ranks of the row's gradient; on each rank, the
+        gradient is the sum over the row's places. Collective.
 
-        gradients: fp32, bf16 or fp16 [K, columns], those of unused places being ignored. watch: a LossGuard's; where a
+        gradients: fp32, bf16 or fp16 [K, columns]; gradients of unused places are ignored. watch: a LossGuard's; if a
         flag is raised, no weight or state changes.
         """
         places, update = gradients, rows.sorted
@@ -350,8 +348,8 @@ class SequenceTables:
     # State
 
     def table_shards(self) -> Iterator[TableShard]:
-        """Yields this rank's part of each table, in their order, with weights and optimizer state, as views. Of rows
-        that are all in memory."""
+        """Yields this rank's part of each table, in order, as views of weights and optimizer state. Requires all rows
+        in memory."""
         assert isinstance(self._owned, OwnedRows), "dynamic rows have no order"
         return self._owned.shards()
 
@@ -362,7 +360,7 @@ class SequenceTables:
 
     @contextmanager
     def unchanged(self, rows: int) -> Iterator[None]:
-        """Restores all rows bit for bit after training inside on the first `rows` of this rank's part of each table
-        alone. What trains has ended when it ends."""
+        """Restores all rows bit for bit after the body, which trains only on the first `rows` rows of this rank's part
+        of each table. The body ends after its training has ended."""
         with self._owned.unchanged(self._owned.numbers.first(rows).to(self._device)):
             yield

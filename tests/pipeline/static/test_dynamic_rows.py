@@ -187,7 +187,7 @@ def test_a_batch_without_places_is_refused_on_every_rank(
     assert 0 < found[0][0] < STEPS - 1
     assert all(of_rank[0] == found[0][0] for of_rank in found)
     assert all(unchanged for _, unchanged, _ in found)
-    assert all(text.startswith("--dynamic-rows 900: a batch names rows that are new") for _, _, text in found)
+    assert all(text.startswith("--dynamic-rows 900: a batch names new rows") for _, _, text in found)
 
 
 def without_memory(ranks: Ranks) -> str:
@@ -347,5 +347,5 @@ def test_goes_on_with_another_number_of_ranks(
     for (losses, _, described), (few, all_rows) in read:
         assert all(math.isfinite(loss) for loss in losses)
         assert described["used"] > 100
-        assert "--dynamic-rows is 50, and of the saved rows" in few
+        assert "--dynamic-rows is 50, and this rank owns" in few
         assert "--dynamic-rows or no --dynamic-rows" in all_rows

@@ -114,7 +114,7 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path) -> None:
         opened(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"histories of 63 events, and --model\.max-history is 99"):
         EventDataset(replace(SMOKE.data, path=folder), replace(SMOKE.model, max_history=99))
-    with pytest.raises(ValueError, match=r"--data\.train-windows is 9: .* has 4 beside the one that evaluates"):
+    with pytest.raises(ValueError, match=r"--data\.train-windows is 9: .* has 4 training windows"):
         opened(folder, train_windows=9)
     with pytest.raises(ValueError, match="table item_id has 100 rows"):
         EventDataset(DataConfig(path=folder), replace(SMOKE.model, event_rows=(100, 501, 1501)))

@@ -127,7 +127,7 @@ def test_a_batch_without_places_is_refused_on_every_rank(run_ranks: Any, world_s
     for step, unchanged, text in found:
         assert step == found[0][0]
         assert unchanged
-        assert "names rows that are new, and a rank has no place left" in text
+        assert "names new rows, and a rank has no place left" in text
     assert "--dynamic-rows 260" in found[-1][2]
 
 
