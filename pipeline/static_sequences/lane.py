@@ -90,6 +90,9 @@ class Lane:
         """Batches run in each room for tokens."""
         self.tokens = 0
         """Tokens of this rank's batches, without padding."""
+        self.interruptions: list[int] = []
+        """Number of batches that had run, since the reset, each time that graphs were captured or a larger space was
+        allocated."""
 
     def run(self, batches: Iterator[Prepared], check: Callable[[Space, int], None] | None = None) -> int | None:
         """Runs the next batch and reads other batches ahead; returns the batch's slot, or None after the last batch.
@@ -128,7 +131,8 @@ class Lane:
 
     def describe(self) -> dict[str, Any]:
         """Returns the record's block on rooms: number of batches by token capacity, share of padding on this rank, id
-        capacity, number of times it grew, and number of batches that exceeded the capacity for one rank's rows."""
+        capacity, number of times it grew, number of batches that exceeded the capacity for one rank's rows, and the
+        numbers of batches after which the run paused to capture graphs or to allocate a larger space."""
         total = sum(room * count for room, count in self.rooms.items())
         return {
             "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
@@ -138,6 +142,7 @@ class Lane:
             "room_for_rows": self.room.rows,
             "larger_rooms": self.grown,
             "batches_over_capacity": self.overflows,
+            "interrupted_after": self.interruptions,
         }
 
     def _begin(self, batches: Iterator[Prepared]) -> None:
@@ -190,6 +195,7 @@ class Lane:
 
     def _grow(self, room: IdRoom) -> None:
         self._eager = max(self._eager, _EAGER_AGAIN)
+        self._interrupt()
         self._allocate(room)
         self.grown += 1
 
@@ -205,6 +211,11 @@ class Lane:
         self.room = room
         del self.space  # before the larger one
         self.space = self._new_space(room)
+
+    def _interrupt(self) -> None:
+        after = sum(self.rooms.values())
+        if after not in self.interruptions[-1:]:
+            self.interruptions.append(after)
 
     def forget(self) -> None:
         """Destroys the graphs: rooms of batches to come are captured together again."""
@@ -227,6 +238,7 @@ class Lane:
     def _number(self, graphs: Graphs, slot: int, room: int) -> int:
         """Returns the number of the graph for a slot and a room; captures a missing graph, together with others."""
         if (slot, room) not in self._numbers:
+            self._interrupt()
             if room <= self._largest:
                 self._add(graphs, slot, [room])
             else:
