@@ -17,6 +17,7 @@ from tyro.conf import Positional
 
 from dlrm_bench.bench.compare.arguments import Compare
 from dlrm_bench.bench.doctor.options import DoctorOptions
+from dlrm_bench.bench.forwarded import split_forwarded
 from dlrm_bench.bench.history.arguments import BisectCommand, HistoryCommand
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.report.arguments import Report, Tables
@@ -76,8 +77,8 @@ class Rerun:
     """
 
     record: Positional[Path]
-    """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG), with all of whose rounds the reruns are
-    compared."""
+    """Record of the run to repeat, or a rung of a ladder (LADDER/RUNG): the reruns are then compared with all rounds of
+    that rung."""
     rounds: int = 2
     """Number of runs. A single run proves nothing, nor does a comparison with a single record."""
     nproc: int | None = None
@@ -94,11 +95,11 @@ class Rerun:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LimitsCommand:
-    """Measures this machine's ceilings, and compares records with the least time of their computation, bytes and
-    dependencies: at the measured rates, or with --above alone at the known rates of their GPUs. The table names the
-    source of its rates.
+    """Measures this machine's ceilings, and compares records with the least time that their FLOP, bytes and
+    dependencies allow: at the measured rates, or, with --above alone, at the known rates of their GPUs. The table names
+    the source of its rates.
 
-    Flags from --preset on are those of launch/dlrm.py and give the sizes.
+    Flags from --preset on are flags of launch/dlrm.py and determine the sizes.
     """
 
     above: tuple[Path, ...] = ()
@@ -136,6 +137,8 @@ class LimitsCommand:
             raise ValueError(
                 "name --from LIMITS, or --preset and its flags, or --above RECORD: dlrm-bench limits --preset smoke"
             )
+        if self.roofline is not None:
+            write_roofline(runs, self.roofline)  # which needs no measurement: a refusal comes before it
         folder = self.measured
         if folder is None:
             from dlrm_bench.bench.started_runs import measure, processes_of_run
@@ -150,8 +153,6 @@ class LimitsCommand:
         for kernels in (work_table(limits, run) for run in runs):
             if kernels is not None:
                 console.print(kernels)
-        if self.roofline is not None:
-            write_roofline(runs, self.roofline)
         console.print(f"record {folder}", soft_wrap=True)
         return 0
 
@@ -160,8 +161,8 @@ class LimitsCommand:
 class RecordCommand:
     """Makes a record of another program's timings, for compare and report: dlrm-bench record times.csv --out mine/0 ...
 
-    The file has a line for each iteration and a column for each rank, or is a .npy of [ranks, iterations], with every
-    iteration of the run. Make one record a run, several runs a side, in the order A B B A.
+    The file has a line for each iteration and a column for each rank, or is a .npy of [ranks, iterations]; it contains
+    every iteration of the run. Make one record per run and several runs per side, in the order A B B A.
     """
 
     times: Positional[Path]
@@ -175,9 +176,9 @@ class RecordCommand:
     unit: Literal["us", "ms", "s"] = "ms"
     """Unit of the times."""
     warmup_iterations: int = 0
-    """Number of first iterations that all figures leave out."""
+    """Number of first iterations, which all statistics exclude."""
     finished: str | None = None
-    """Time at which the run ended, as in 2026-11-22T10:30:00+00:00; by default the file's. Compare pairs runs by it."""
+    """Time at which the run ended, as 2026-11-22T10:30:00+00:00; by default the file's. `compare` pairs runs by it."""
     host: str | None = None
     """Name of the machine."""
     gpus: int = 0
@@ -209,7 +210,7 @@ class RecordCommand:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Doctor(DoctorOptions):
-    """Examines a training script of your own: dlrm-bench doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
+    """Examines your training script: dlrm-bench doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
 
     Names the lines that make the host wait, copy or launch too much in a steady iteration, costliest first. The script
     is not changed; it is ended after the iterations that the doctor needs.
@@ -227,13 +228,13 @@ class Doctor(DoctorOptions):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Data:
-    """Makes and checks data sets: `dlrm-bench data generate --help`, and likewise for the others.
+    """Makes and checks data sets: `dlrm-bench data generate --help` explains an action's flags.
 
-    generate: planted samples, whose best possible AUC is known. fill: random samples, fast, for measurements.
-    preprocess: the raw files of the benchmark's data set to MLPerf's formats. check: completeness and values of a
-    directory's files. speed: the rate at which ranks read them. rows: the rows of sequence tables that a training
-    names. counts: how often samples name each row of pooled tables, in files or at random. --preset NAME chooses the
-    benchmark of that preset, whose flags --help then shows.
+    generate: planted samples with a known best possible AUC. fill: random samples, fast, for measurements. preprocess:
+    conversion of the benchmark's raw data files to MLPerf's formats. check: completeness and values of the files in a
+    directory. speed: the rate at which ranks read the files. rows: the number of rows of sequence tables that training
+    names (needs --preset mlperf-dlrmv4, also for --help). counts: how often samples from files or at random name each
+    row of pooled tables. --preset NAME selects the benchmark of that preset and the flags that --help shows.
     """
 
     what: Positional[Literal["generate", "fill", "preprocess", "check", "speed", "rows", "counts"]]
@@ -248,10 +249,9 @@ class Data:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Submission:
-    """Builds, checks and scores an MLPerf submission: `dlrm-bench submission build --help`, and likewise for the
-    others.
+    """Builds, checks and scores an MLPerf submission: `dlrm-bench submission build --help` explains an action's flags.
 
-    build: ten runs, arranged by MLPerf's rules. check: the findings of MLPerf's checkers. score: its minutes.
+    build: arranges ten runs by MLPerf's rules. check: runs MLPerf's checkers. score: computes the minutes.
     """
 
     what: Positional[Literal["build", "check", "score"]]
@@ -268,10 +268,10 @@ class Submission:
 class Checkpoint:
     """Checks checkpoints: dlrm-bench checkpoint verify DIR
 
-    verify: reads every byte of a checkpoint, or of the newest complete one of a folder, and prints a line for each
-    difference from what was written; the exit status is 2 if there is any. A snapshot in memory has no checksums.
-    No code of a checkpoint is run, neither here nor by --resume; but checksums show damage, not who wrote a checkpoint:
-    resume only your own.
+    verify: reads every byte of a checkpoint, or of the newest complete checkpoint in a folder, and prints a line for
+    each difference from the written data; the exit status is 2 if there is a difference. A snapshot in memory has no
+    checksums. Neither this command nor --resume runs code from a checkpoint; but checksums show damage, not who wrote a
+    checkpoint: resume only your own.
     """
 
     what: Positional[Literal["verify"]]
@@ -312,16 +312,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    starts = (i for i, word in enumerate(arguments) if word == "--" or word.partition("=")[0] == "--preset")
-    end = 2 if list(arguments[:1]) in (["data"], ["submission"]) else next(starts, len(arguments))
-    forwarded = arguments[end + 1 :] if arguments[end : end + 1] == ["--"] else arguments[end:]
+    passes_all = list(arguments[:1]) in (["data"], ["submission"])
+    own, forwarded = (arguments[:2], arguments[2:]) if passes_all else split_forwarded(arguments)
     if list(arguments) == ["--version"]:
         from dlrm_bench.bench import ROOT
         from dlrm_bench.bench.machine.source import version
 
         print(version(ROOT))
         return 0
-    command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=arguments[:end])
+    command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=own)
     if not isinstance(command, Data | Submission | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
     from dlrm_bench.bench.console import console  # rich is imported once the flags are read
@@ -331,9 +330,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     """Raises ValueError for a flag in the wrong place, before anything starts: both commands have a --seed."""
-    if forwarded and isinstance(
-        command, Compare | Report | Rerun | RecordCommand | Checkpoint | Scale | HistoryCommand
-    ):
+    if forwarded and not isinstance(command, LadderCommand | Host | LimitsCommand | BisectCommand):
         raise ValueError(f"{forwarded[0]} is a flag of launch/dlrm.py, and this command starts no run: leave it out")
     own = {f"--{field.name.replace('_', '-')}" for field in fields(command)} - {"--seed"}
     for word in forwarded:

@@ -51,8 +51,8 @@ class CheckpointConfig:
     """Interval and folder of the checkpoints, from which --resume continues."""
 
     every: int | None = None
-    """Number of iterations between checkpoints; without it, only the state before a loss that is not finite is saved,
-    where a path is given."""
+    """Number of iterations between checkpoints; without it, only the state before a non-finite loss is saved, if
+    --checkpoint.path is given."""
     path: Path | None = None
     """Folder of checkpoints, shared by all nodes; the last complete checkpoint is kept."""
 
@@ -66,13 +66,13 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SnapshotConfig:
-    """Interval and folder of snapshots in the node's memory, from which --resume auto goes on within seconds."""
+    """Interval and folder of snapshots in the node's memory, from which --resume auto continues within seconds."""
 
     every: int | None = None
-    """Number of iterations between snapshots; each is written to --checkpoint.path, if given, behind the training."""
+    """Number of iterations between snapshots; each is written to --checkpoint.path, if given, in the background."""
     path: Path | None = None
-    """Folder of snapshots, in memory (tmpfs); by default one of this user in /dev/shm. A run that ends well removes
-    it."""
+    """Folder of snapshots, in memory (tmpfs); by default a folder of this user in /dev/shm. A successful run removes
+    the folder."""
 
     def __post_init__(self) -> None:
         require(self.every is None or self.every > 0, "--snapshot.every must be positive")
@@ -98,16 +98,16 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     iterations: int | None = None
     """Number of training iterations, warm-up included; by default as many as --min-time needs, or else one epoch."""
     min_time: float | None = None
-    """Seconds that the iterations after the warm-up take before training ends, if the epoch does not end first; without
+    """Seconds of iterations after the warm-up at which training ends, unless the epoch ends first; applies without
     --iterations and --target-auc."""
     warmup_time: float | None = None
-    """Seconds that the warm-up lasts at least, for which it gets more iterations; with --min-time. A GPU's power cap
-    sets in after about one."""
+    """Minimum duration of the warm-up in seconds, reached by additional iterations; applies with --min-time. A GPU's
+    power cap sets in after about one second."""
     max_time: float | None = None
-    """Seconds of timed iterations at most: training goes on beyond --min-time while they are not steady. Steady means
-    that the medians of their eighths differ by 2 % at most, or by no more than chance."""
+    """Maximum seconds of timed iterations: training continues beyond --min-time until iterations are steady. Steady
+    means that the medians of their eighths differ by 2 % at most, or by no more than chance."""
     warmup_iterations: int = 50
-    """Number of first iterations that the latency summary leaves out; the raw times keep them."""
+    """Number of first iterations, which the latency summary excludes; the raw times include them."""
     target_auc: float | None = None
     """Stop with success at the first evaluation that reaches this AUC; without it nothing is evaluated."""
     evaluations_per_epoch: int = 20
@@ -116,17 +116,17 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
     """Number of iterations between two reads of the losses; a non-finite loss stops every rank before any weight
     changes."""
     train_metrics: bool = False
-    """Compute NE and calibration of the training's batches, over each --loss-interval, on the device; iterations.npz
-    has them, and the record the last ones."""
+    """Compute NE and calibration of the training batches on the device, over each --loss-interval; iterations.npz has
+    all values, the record the last ones."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     resume: Path | None = None
-    """Continue from this checkpoint, or from the checkpoint with most samples in this folder; auto: from what has most
-    samples in --snapshot.path and --checkpoint.path, if anything, as after a restart by torchrun --max-restarts.
-    Checksums show damage, not who wrote a checkpoint."""
+    """Continue from this checkpoint, or from the one with the most samples in this folder. auto: from the snapshot or
+    checkpoint with the most samples in --snapshot.path and --checkpoint.path, if there is one, as after a restart by
+    torchrun --max-restarts. Checksums show damage, not who wrote a checkpoint."""
     stall_timeout: float | None = 60.0
-    """Number of seconds without progress after which the training is ended on all ranks; ten times as many for each
-    step of the start, from the imports on, and for the first iteration. None waits without end."""
+    """Seconds without progress after which training ends on all ranks; ten times as many for each step of the startup,
+    from the imports on, and for the first iteration. None: no limit."""
     results_dir: Path = Path("results")
     """Directory of records; the run makes one folder in it and never writes into an existing folder."""
     run_id: str | None = None

@@ -12,8 +12,8 @@ import tyro
 from tyro.conf import Positional
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.data_command import split_preset
 from dlrm_bench.bench.flags import parse_run
+from dlrm_bench.bench.forwarded import split_forwarded, take_flag
 from dlrm_bench.dlrm.benchmarks import PRESETS, named
 from dlrm_bench.dlrm.data.steps import step
 from dlrm_bench.dlrm.tables.row_counts import write_counts
@@ -23,14 +23,14 @@ from dlrm_bench.dlrm.tables.row_counts import write_counts
 class CountsConfig:
     """Counts how often the ids of the first training samples name each row of each table, for --table-counts.
 
-    Flags from --preset on are those of launch/dlrm.py, and choose model, data and seed. Of random data, whose batches
-    a run draws once and uses again, those of rank 0 are counted, then those of rank 1, and so on.
+    Flags from --preset on are flags of launch/dlrm.py and select model, data and seed. A run draws random batches once
+    and reuses them: the batches of rank 0 are counted first, then those of rank 1, and so on.
     """
 
     file: Positional[Path]
-    """File to write (.npz); an old one is replaced."""
+    """File to write (.npz); an existing file is replaced."""
     samples: int = 1_000_000
-    """Number of samples to count, to which whole batches of --local-batch-size add up; fewer where the data end."""
+    """Number of samples to count, in whole batches of --local-batch-size; fewer if the data end before."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -39,9 +39,9 @@ class CountsConfig:
 
 def run_counts(words: Sequence[str]) -> int:
     """Counts as the words of the command line say; returns the exit status."""
-    start = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--preset"), len(words))
-    wanted = tyro.cli(CountsConfig, args=words[:start], prog="dlrm-bench data counts")
-    preset, others = split_preset(words[start:])
+    own, flags = split_forwarded(words)
+    wanted = tyro.cli(CountsConfig, args=own, prog="dlrm-bench data counts")
+    preset, others = take_flag(flags, "--preset")
     # Counting is no run: it needs no length and no target, and the pipeline makes no difference.
     length = ("--iterations", "1", "--warmup-iterations", "0", "--target-auc", "None")
     config = parse_run(preset or "smoke", "torchrec", [*length, *others], "", prints=True)

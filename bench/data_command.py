@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from dlrm_bench.bench.forwarded import take_flag
 from dlrm_bench.dlrm.benchmarks import BENCHMARKS, preset_of
 
 
@@ -12,20 +13,8 @@ def run_data(what: str, words: Sequence[str]) -> int:
         from dlrm_bench.bench.counts_command import run_counts
 
         return run_counts(words)
-    preset, others = split_preset(words)
+    preset, others = take_flag(words, "--preset")
     benchmark = BENCHMARKS[0] if preset is None else preset_of(preset)[0]
     if benchmark.data_command is None:
         raise ValueError(f"--preset {preset}: {benchmark.title} has no files of data, its batches are random")
     return benchmark.data_command(what, preset, others)
-
-
-def split_preset(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Returns the value of --preset, given as `--preset NAME` or `--preset=NAME`, and all other words."""
-    preset, others, rest = None, [], iter(words)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        if flag == "--preset":
-            preset = value if equals else next(rest, None)
-        else:
-            others.append(word)
-    return preset, others

@@ -33,26 +33,17 @@ def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: s
     return cast(RunConfig, _parsed(cli, prints))
 
 
-def preset_name(flags: Sequence[str]) -> str:
-    """Returns the preset that flags of launch/dlrm.py name, or the default preset."""
-    words = " ".join(flags).replace("=", " ").split()
-    return words[words.index("--preset") + 1] if "--preset" in words[:-1] else "smoke"
-
-
 def _parsed(cli: Callable[[], Any], prints: bool) -> Any:
     """Returns the result of tyro; its page about a wrong flag becomes a ValueError."""
     page = io.StringIO()
     try:
-        with contextlib.redirect_stderr(page), contextlib.nullcontext() if prints else _silent():
+        quiet = contextlib.nullcontext() if prints else contextlib.redirect_stdout(io.StringIO())
+        with contextlib.redirect_stderr(page), quiet:
             return cli()
     except SystemExit as leave:
         if not leave.code:
             raise
         raise ValueError(_in_one_line(page.getvalue())) from None
-
-
-def _silent() -> contextlib.redirect_stdout[io.StringIO]:
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _in_one_line(page: str) -> str:

@@ -1,10 +1,9 @@
 """All obstacles between a machine and a run, in one error, before anything is made."""
 
-import os
-
 from dlrm_bench.bench.checkpoints.restarts import check_restarts
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.runtime.host_memory import node_memory_bytes
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.table_memory import (
     check_places_fit,
@@ -20,9 +19,16 @@ from dlrm_bench.pipeline.static.options import StaticOptions
 def check_machine(config: RunConfig, ranks: Ranks) -> None:
     """Raises a ValueError that names every obstacle between these ranks and the run of `config`. Collective."""
     obstacles = []
-    for check in (_check_precision, _check_device, _check_batches_fit, _check_tables_fit, _check_restarts):
+    checks = (
+        lambda: _check_precision(config, ranks),
+        lambda: check_device(config.pipeline, ranks.device),
+        lambda: _check_batches_fit(config, ranks),
+        lambda: _check_tables_fit(config, ranks),
+        lambda: check_restarts(config),
+    )
+    for check in checks:
         try:
-            check(config, ranks)
+            check()
         except ValueError as error:
             obstacles.append(str(error))
     if len(obstacles) > 1 and ranks.device.type != "cuda" and config.preset != "smoke":
@@ -36,15 +42,11 @@ def _check_precision(config: RunConfig, ranks: Ranks) -> None:
         raise ValueError("--precision tf32 needs a GPU: on this machine choose fp32 or bf16")
 
 
-def _check_device(config: RunConfig, ranks: Ranks) -> None:
-    check_device(config.pipeline, ranks.device)
-
-
 def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
     """Raises ValueError where the batches that wait on a node exceed its memory."""
     batches, flag = config.data.batches_in_memory
     needed = named(config.benchmark).parts().batch_bytes(config) * ranks.local_world_size * batches
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = node_memory_bytes()
     if needed > memory:
         raise ValueError(
             f"{batches} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) "
@@ -64,7 +66,3 @@ def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
         memory = device_memory_bytes(ranks)
         memory += 0 if pipeline.in_host_memory() is None else host_memory_bytes(ranks)
     check_tables_fit(tables, config.optimizer.tables, memory, ranks.device)
-
-
-def _check_restarts(config: RunConfig, ranks: Ranks) -> None:
-    check_restarts(config)

@@ -29,7 +29,7 @@ from dlrm_bench.bench.ladder.launching import torchrun
 from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.records.config_form import check_config
 from dlrm_bench.bench.records.record import RUN_JSON, Record, create_run_folder, read_record
-from dlrm_bench.bench.started_runs import new_id
+from dlrm_bench.bench.started_runs import new_id, processes_of_run
 from dlrm_bench.bench.worktrees import environment_of, worktree
 
 _FLAGS = """
@@ -72,18 +72,20 @@ def rerun(path: Path, rounds: int, nproc: int | None, results_dir: Path) -> Reru
 
     nproc: number of processes; None for the record's.
     """
+    asked = None if nproc is None else processes_of_run(nproc)
     record = read_record(path)
     check_config(path / RUN_JSON, record.run["config"])
     program = _program_of(record)
     checkout = nullcontext(ROOT) if program.checked_out is None else worktree(ROOT, program.checked_out)
     with checkout as tree, environment_of(tree, program.stated):
-        flags, processes = _flags(tree, path, record.run["git"]["commit"])
-        folder = create_run_folder(results_dir, new_id(nproc or processes, flags, "rerun"))
+        flags, recorded = _flags(tree, path, record.run["git"]["commit"])
+        processes = asked or recorded
+        folder = create_run_folder(results_dir, new_id(processes, flags, "rerun"))
         with StillBar(rounds, "runs", stderr_console()) as bar:
             for i in range(rounds):
                 place = ["--results-dir", str(folder.resolve()), "--run-id", f"{i:02d}"]
                 bar.show(i, f"run {i + 1} of {rounds}")
-                torchrun([*flags, *place], nproc or processes, folder / f"{i:02d}.log", tree / "launch" / "dlrm.py")
+                torchrun([*flags, *place], processes, folder / f"{i:02d}.log", tree / "launch" / "dlrm.py")
             bar.show(rounds, "done")
     return Rerun(folder, program.notes)
 

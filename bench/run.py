@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from dlrm_bench.bench.instruments.schedule import Schedule, epoch_iterations, pl
 from dlrm_bench.bench.instruments.stall import StallWatch
 from dlrm_bench.bench.instruments.telemetry import RunMonitor
 from dlrm_bench.bench.machine.description import describe_machine, platform_name
-from dlrm_bench.bench.machine.host_memory import drop_page_cache
+from dlrm_bench.bench.machine.page_cache import drop_page_cache
 from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.mlperf.division import counted_samples, division_of
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
@@ -299,7 +299,7 @@ def run(
             ranks=ranks,
             dataset=dataset,
             schedule=schedule,
-            pipeline=profiling or pipeline,
+            pipeline=cast(Pipeline, profiling) if profiling else pipeline,
             log=log,
             clock=IterationClock(ranks.device),
             losses=LossHistory(ranks.device, config.loss_interval, resumed.first if resumed else 0, pipeline.tallies),
@@ -335,14 +335,17 @@ def run(
                     losses = this.losses.finish()
                 except NonFiniteError as error:
                     raise ValueError(f"{error}; {keep_figures(this, error)}") from None
-                warmup = this.schedule.warmup_of(this.clock.gather_ms()[0], config.warmup_iterations)
+                iterations_ms = this.clock.gather_ms()
+                warmup = this.schedule.warmup_of(iterations_ms[0], config.warmup_iterations)
                 telemetry = monitor.gather(warmup)
                 _note_what_happened(telemetry, this.losses.too_large, log, ranks)
                 log.close(this.log_status, this.epoch_num)
                 with named_checkpoints(this):
                     checkpoints.wait()
         profile = profiling.profile() if profiling else None
-        folder, record = write_results(this, machine, source, command, losses, telemetry, profile)
+        folder, record = write_results(
+            this, machine, source, command, iterations_ms, losses, warmup, telemetry, profile
+        )
         checkpoints.remove_snapshots()
         pipeline.close()
     return Outcome(folder=folder, record=record)

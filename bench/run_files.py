@@ -23,16 +23,16 @@ from dlrm_bench.bench.machine.provenance import provenance
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     RUN_JSON,
-    TrainingOutcome,
     build_record,
     create_run_folder,
+    first_and_last,
     new_run_id,
     release_room,
     reserve_room,
     write_iterations,
     write_record,
 )
-from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry
+from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry, Training
 from dlrm_bench.dlrm.benchmark import SampleSizes
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -142,15 +142,18 @@ def write_results(
     machine: Machine,
     source: Git,
     command: str,
+    iterations_ms: np.ndarray,
     losses: list[float],
+    warmup: int,
     telemetry: Telemetry,
     profile: Profile | None,
 ) -> tuple[Path, RunRecord]:
     """Returns the record, which global rank 0 writes, and its folder; on other ranks, the record of their own
-    provenance. Collective."""
+    provenance. Collective.
+
+    iterations_ms: float32 [ranks, iterations]. losses: of the same iterations. warmup: those that are not timed.
+    """
     config, ranks = this.config, this.ranks
-    iterations_ms = this.clock.gather_ms()
-    warmup = this.schedule.warmup_of(iterations_ms[0], config.warmup_iterations)
     metrics = {} if this.metrics is None else this.metrics.finish()
     created: list[Any] = [datetime.now(UTC)]
     dist.broadcast_object_list(created, src=0)
@@ -164,15 +167,7 @@ def write_results(
         world_size=ranks.world_size,
         machine=machine,
         iterations_ms=iterations_ms,
-        losses=losses,
-        training=TrainingOutcome(
-            status=this.status,
-            epoch_num=this.epoch_num,
-            auc=this.auc,
-            target=config.target_auc,
-            best_auc=this.dataset.best_auc,
-            train_metrics=None if this.metrics is None else this.metrics.last,
-        ),
+        training=_training(this, losses),
         pipeline=this.pipeline.describe(),
         peak_memory_bytes=_peak_memory(ranks),
         telemetry=telemetry,
@@ -189,6 +184,20 @@ def write_results(
     folder = _write_somewhere(this, write)
     restore_log(this)
     return folder, record
+
+
+def _training(this: "Run", losses: list[float]) -> Training:
+    training = Training(
+        losses=first_and_last(losses),
+        auc=this.auc,
+        target=this.config.target_auc,
+        best_auc=this.dataset.best_auc,
+        epoch_num=this.epoch_num,
+        status=this.status,
+    )
+    if this.metrics is not None:
+        training["train_metrics"] = this.metrics.last
+    return training
 
 
 def _sample_sizes(this: "Run", warmup: int) -> SampleSizes | None:

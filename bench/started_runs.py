@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dlrm_bench.bench.flags import preset_name
+from dlrm_bench.bench.forwarded import preset_name
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.launching import MEASURE, torchrun
 from dlrm_bench.bench.machine.description import gpus_of_node, short_name_of_node

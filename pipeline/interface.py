@@ -96,6 +96,7 @@ class Pipeline(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Returns the record's facts about this pipeline beyond the configuration, such as the sharding plan.
+        `paused_after`: the numbers of iterations after which it paused to capture graphs or to allocate memory.
 
         Collective, after training.
         """

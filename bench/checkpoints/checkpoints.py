@@ -67,8 +67,8 @@ class Checkpoints:
     """Saves a run's state at the interval of --checkpoint.every, and resumes it."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, pipeline: Pipeline, resumed: Resumed | None) -> None:
-        """Prepares the folder and resumes. Collective. ValueError, on every rank, where the folder cannot be used or
-        has too little room."""
+        """Prepares the folder and resumes. Collective. ValueError, on every rank, if the folder cannot be used or has
+        too little space."""
         self._config, self._path = config, config.checkpoint.path
         self._every = config.checkpoint.every or config.snapshot.every
         self._ranks, self._pipeline = ranks, pipeline
@@ -114,10 +114,10 @@ class Checkpoints:
         return self._every is not None and iteration % self._every == 0
 
     def save(self, iteration: int, state: RunState) -> None:
-        """Saves the present state; where the GPU has room for a copy, or the node's memory for snapshots, returns while
-        a thread still writes.
+        """Saves the current state; if the GPU has memory for a copy, or the node for snapshots, returns while a thread
+        still writes.
 
-        Waits for the previous checkpoint, unless there are snapshots. Collective. CheckpointError, on every rank, where
+        Waits for the previous checkpoint, unless there are snapshots. Collective. CheckpointError, on every rank, if
         the previous checkpoint could not be written.
         """
         if self._snapshots is not None:
@@ -190,7 +190,7 @@ class Checkpoints:
             complete = complete_checkpoints(self._path)
             last = f"the last complete one is {complete[-1]}" if complete else "there is no earlier one"
             if self._snapshots is not None and self._snapshots.newest is not None:
-                last += f", and {self._snapshots.newest.folder} is whole, in memory: go on with --resume auto"
+                last += f", and {self._snapshots.newest.folder} in memory is complete: continue with --resume auto"
             raise CheckpointError(
                 f"the checkpoint of iteration {iteration} could not be written: {error}; {last}"
             ) from None
@@ -243,7 +243,7 @@ class Checkpoints:
             nice = 0 if state is None else _BEHIND
             write_state(unfinished, pieces, self._ranks.rank, self._group, self._count, nice)
             on_rank_0(self._ranks, partial(complete_folder, folder), self._group)
-        except (OSError, ValueError):  # on every rank, which have all stopped writing
+        except (OSError, ValueError):  # raised on every rank, after all ranks have stopped writing
             if self._ranks.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -253,7 +253,7 @@ class Checkpoints:
         self.pieces += 1
 
     def _copy(self, blocks: StateBlocks) -> StateBlocks | None:
-        """Returns a copy of the tensors that this rank writes; None, on every rank, where any rank has no room for it.
+        """Returns a copy of the tensors that this rank writes; None, on every rank, if any rank lacks memory for it.
         Collective."""
         on_gpu = self._ranks.device.type == "cuda"
         needed = snapshot_bytes(blocks, self._ranks.rank)
@@ -289,7 +289,7 @@ class Checkpoints:
         if free < self._bytes:
             raise ValueError(
                 f"--checkpoint.path {path} has {in_units(free)} free, and a checkpoint takes "
-                f"{in_units(self._bytes)} beside the one before it: make room or choose another folder"
+                f"{in_units(self._bytes)} beside the previous checkpoint: make room or choose another folder"
             )
 
     def _data_files(self) -> dict[str, FileContent]:

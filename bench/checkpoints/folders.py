@@ -1,4 +1,4 @@
-"""Folders of checkpoints, which become complete by a rename, and what one rank does for all."""
+"""Folders of checkpoints, which a rename makes complete, and work that one rank does for all ranks."""
 
 import fcntl
 import json
@@ -43,7 +43,7 @@ def locked(path: Path, flag: str) -> TextIO:
 
 
 def begin_folder(folder: Path, state: RunState) -> None:
-    """Makes the folder that is to become a checkpoint, anew, with the state of its run."""
+    """Makes an empty folder for a future checkpoint, with the state of its run; deletes an old folder."""
     unfinished = unfinished_of(folder)
     if unfinished.exists():
         shutil.rmtree(unfinished)

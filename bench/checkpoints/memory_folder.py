@@ -1,8 +1,8 @@
 """The folder of snapshots in a node's memory: what it holds, and for how many snapshots it has room.
 
-A snapshot lies in a slot, a folder whose files stay and are filled again and again. While nothing whole is in a slot it
-is called slot-0 or slot-1, and else as a checkpoint, `samples-0000000512000`: a rename, which no kill can tear, makes
-it one and ends it. So a snapshot is read, checked and resumed like any checkpoint.
+A snapshot is in a slot, a folder whose files are reused. A slot without a complete snapshot is called slot-0 or slot-1;
+with one, it has the name of a checkpoint, `samples-0000000512000`. A rename, which is atomic even under a kill, changes
+between the two. So a snapshot is read, checked and resumed like any checkpoint.
 """
 
 import json
@@ -19,7 +19,7 @@ from dlrm_bench.bench.checkpoints.saved_state import (
     complete_checkpoints,
     read_run_state,
 )
-from dlrm_bench.bench.machine.host_memory import free_memory_bytes, host_memory_bytes
+from dlrm_bench.dlrm.runtime.host_memory import free_memory_bytes, node_memory_bytes
 from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON
 
 _MOST = 2
@@ -27,7 +27,7 @@ _MOST = 2
 _TEXT_BYTES = 64 * 2**20
 """Room for the index and the state of a run, beside the pieces."""
 _KEPT = 16
-"""One part in so many of the node's memory is left to the training and the page cache."""
+"""Divisor: this fraction of the node's memory (one over it) is reserved for training and the page cache."""
 _PAGE = 4096
 
 
@@ -61,8 +61,8 @@ class Slots:
 
     folders: list[Path]
     other: Path | None
-    """The snapshot that the run resumes, where its files are not as this run's: no slot, and of use until there is a
-    newer snapshot."""
+    """The snapshot that the run resumes, if its files differ from this run's: it is not a slot, and is deleted after
+    the first new snapshot."""
     on_disk: bool
     """Whether the snapshot that the run resumes is a checkpoint too."""
 
@@ -91,15 +91,15 @@ def check_left_over(path: Path) -> None:
 def prepare_slots(path: Path, layout: Layout, resumed: Path | None, disk: Path | None) -> Slots:
     """Returns the slots of a run: those of an earlier one that fit, and new ones; the rest of the folder is removed.
 
-    resumed: the snapshot in this folder that the run resumes. disk: where snapshots are written to, so that one slot
-    will do. ValueError where there is no room; it says how much is needed and free.
+    resumed: the snapshot in this folder that the run resumes. disk: folder that snapshots are written to, so that one
+    slot suffices. ValueError if there is too little memory; it says how much is needed and how much is free.
     """
     found = [*reversed(complete_checkpoints(path)), *sorted(path.glob("slot-*"))]
     folders = [folder for folder in found if layout.is_that_of(folder)][:_MOST]
     other = resumed if resumed not in folders else None
     for left_over in (folder for folder in found if folder not in folders and folder != other):
         shutil.rmtree(left_over)
-    free, spare = shutil.disk_usage(path).free, max(0, free_memory_bytes() - host_memory_bytes() // _KEPT)
+    free, spare = shutil.disk_usage(path).free, max(0, free_memory_bytes() - node_memory_bytes() // _KEPT)
     for _ in range(min(_MOST - len(folders), min(free, spare) // layout.nbytes)):
         folders.append(_free_name(path))
         folders[-1].mkdir()
@@ -117,7 +117,7 @@ def prepare_slots(path: Path, layout: Layout, resumed: Path | None, disk: Path |
 
 
 def open_slot(folder: Path, state: RunState) -> Path:
-    """Makes a slot one of nothing whole, with the state of a run; returns its new name."""
+    """Marks a slot as incomplete and writes the state of a run to it; returns the slot's new path."""
     if folder.name.startswith("samples-"):
         folder = folder.rename(_free_name(folder.parent))
     (folder / STATE_JSON).write_text(json.dumps(state), encoding="utf-8")
@@ -125,16 +125,11 @@ def open_slot(folder: Path, state: RunState) -> Path:
 
 
 def close_slot(folder: Path, samples: int, other: Path | None) -> Path:
-    """Makes a slot, once all is in it, a snapshot; returns its new name. other: of no use from then on."""
+    """Marks a filled slot as a complete snapshot; returns the slot's new path. other: an older snapshot to delete."""
     folder = folder.rename(folder.with_name(checkpoint_name(samples)))
     if other is not None:
         shutil.rmtree(other)
     return folder
-
-
-def remove_folder(path: Path) -> None:
-    """Removes the snapshots of a run that has ended."""
-    shutil.rmtree(path)
 
 
 def _free_name(path: Path) -> Path:

@@ -29,7 +29,7 @@ def say_origin(config: RunConfig, resumed: Resumed | None, ranks: Ranks) -> str 
     line = "--resume auto: there is no snapshot or checkpoint yet: training begins"
     if resumed is not None:
         place = "snapshot in memory" if resumed.folder.parent == config.snapshot.folder else "checkpoint"
-        line = f"--resume auto: goes on from the {place} {resumed.folder}, after iteration {resumed.first:,}"
+        line = f"--resume auto: continues from the {place} {resumed.folder}, after iteration {resumed.first:,}"
     if ranks.rank == 0:
         print(line, file=sys.stderr, flush=True)
     return line

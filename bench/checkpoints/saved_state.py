@@ -1,6 +1,6 @@
-"""The state of a checkpoint beside weights and optimizer state, and the checks before a run resumes it.
+"""The state of a checkpoint apart from weights and optimizer state, and the checks before a run resumes it.
 
-state.json is checked field by field: it may be damaged, edited, of another training or of data with other content.
+state.json is checked field by field: it may be damaged or edited, or belong to another training or to other data.
 """
 
 import json
@@ -159,7 +159,7 @@ def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
     first, rest = divmod(state["samples"], schedule.global_batch_size)
     if rest:
         raise ValueError(
-            f"--resume {folder}: it has trained on {state['samples']} samples, which are no whole number of global "
+            f"--resume {folder}: it has trained on {state['samples']} samples, which is not a whole number of global "
             f"batches of {schedule.global_batch_size}: choose another --local-batch-size"
         )
     if first >= schedule.last:
@@ -171,8 +171,8 @@ def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
 
 
 def _newest(config: RunConfig) -> Path | None:
-    """Returns the complete checkpoint of most samples, in memory or on disk; None without any. Of equals that in
-    memory. ValueError unless the training of the one continues that of the other."""
+    """Returns the complete checkpoint with the most samples, in memory or on disk (a tie goes to memory); None if there
+    is none. ValueError unless one of the two trainings continues the other."""
     places = (config.snapshot.folder, config.checkpoint.path)
     found = [folder for path in places if path is not None for folder in complete_checkpoints(path)[-1:]]
     found.sort(key=samples_of, reverse=True)
@@ -180,8 +180,8 @@ def _newest(config: RunConfig) -> Path | None:
         newer, older = (list(chain.from_iterable(_losses(read_run_state(folder)))) for folder in found)
         if newer[: len(older)] != older:
             raise ValueError(
-                f"auto: {found[0]} and {found[1]} are of different trainings: name the one to go on from, and another "
-                "--snapshot.path or --checkpoint.path"
+                f"auto: {found[0]} and {found[1]} are of different trainings: name the one to continue from, and "
+                "another --snapshot.path or --checkpoint.path"
             )
     return found[0] if found else None
 

@@ -1,10 +1,11 @@
-"""Snapshots of a run's state in the memory of its node: taken within seconds, and there when its ranks are not.
+"""Snapshots of a run's state in its node's memory: taken within seconds, and kept when the ranks are killed.
 
-All ranks copy their pieces to mapped files of a tmpfs (pipeline/checkpoint_memory.py), and once all have, a rename
-makes a snapshot of them (memory_folder.py). Two fit, or one: then it is filled anew only once it is on disk, so that
-at any time either a snapshot or a checkpoint is whole.
+All ranks copy their pieces to mapped files on a tmpfs (pipeline/checkpoint_memory.py); after all ranks have finished, a
+rename makes the files a snapshot (memory_folder.py). There are two slots, or, if only one fits, one slot that is reused
+only after its snapshot is on disk, so that at any time a snapshot or a checkpoint is complete.
 """
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from dlrm_bench.bench.checkpoints.memory_folder import (
     make_folder,
     open_slot,
     prepare_slots,
-    remove_folder,
 )
 from dlrm_bench.bench.checkpoints.saved_state import Resumed, RunState, samples_of
 from dlrm_bench.bench.config import RunConfig
@@ -53,7 +53,7 @@ class Snapshots:
     """The snapshots of a run. All methods are collective."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, blocks: StateBlocks, resumed: Resumed | None) -> None:
-        """Makes room, or takes over that of a run that was killed. ValueError, on every rank, where there is none."""
+        """Allocates memory, or takes over that of a killed run. ValueError, on every rank, if there is too little."""
         if ranks.nodes > 1:
             raise ValueError(
                 f"--snapshot.every: a snapshot is in the memory of one node, and this run has {ranks.nodes}: leave it "
@@ -91,7 +91,8 @@ class Snapshots:
     ) -> Snapshot | None:
         """Copies the present state and returns its snapshot, once it is whole on all ranks.
 
-        busy: the one that is being written to disk, which stays as it is; None is returned where there is no other.
+        busy: the snapshot that is being written to disk, which is not overwritten; if there is no other slot, returns
+        None.
         """
         free = [slot for slot in self._slots if slot is not busy]
         if not free:
@@ -111,7 +112,7 @@ class Snapshots:
         """Removes all snapshots, of a run that has ended well."""
         for slot in self._slots:
             slot.memory.close()
-        on_rank_0(self._ranks, partial(remove_folder, self._path))
+        on_rank_0(self._ranks, partial(shutil.rmtree, self._path))
 
     def _prepare(self, layout: Layout, config: RunConfig, resumed: Resumed | None) -> Slots:
         make_folder(self._path)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def verify_checkpoint(console: "Console", path: Path) -> int:
     """Prints a line for each defect, or the checkpoint's content; returns the exit status, 2 or 0.
 
-    path: a checkpoint, or a folder of them, of which the newest complete one counts. ValueError where there is none.
+    path: a checkpoint, or a folder, whose newest complete checkpoint is read. ValueError if there is none.
     """
     folder = checkpoint_in(path)
     findings: list[str] = []

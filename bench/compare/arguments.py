@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Compare:
-    """Compares each side after the first with the first: latency, throughput, intervals, and the proven differences.
+    """Compares every other side with the first side: latency, throughput, intervals, and the proven differences.
 
     A side is a record, a folder of records of the same program, a rung of a ladder with all its rounds (LADDER/RUNG),
     an MLPerf result log, or a folder of result_*.txt. Two ladders are compared rung by rung, by name. A verdict needs
@@ -23,19 +23,19 @@ class Compare:
     sides: Positional[tuple[Path, ...]]
     """A B [...]."""
     strict: bool = False
-    """Refuse to compare sides that differ in settings that should be equal, that come with a warning, or whose records
-    lack the hash of the source, GPU UUIDs, environment or versions."""
+    """Refuse to compare sides whose settings differ but should be equal, that cause a warning, or whose records lack
+    the source's hash, GPU UUIDs, environment or versions."""
     fail_on: str | None = None
-    """Check that a regression of this percentage, such as 2%, is excluded: exit status 0 only where it is, 1 where a
-    side is proven slower, 5 where the runs are too few to know, or their order allows no verdict."""
+    """Check that a regression of this percentage, such as 2%, is excluded: exit status 0 if it is, 1 if a side is
+    proven slower, 5 if there are too few runs, or their order allows no verdict."""
     equivalent: str | None = None
-    """Check that all sides take the first one's time within this percentage: exit status 0 only where that is proven, 1
-    where the opposite is, 5 where the runs are too few to know, or their order allows no verdict."""
+    """Check that all sides equal the first side's time within this percentage: exit status 0 if that is proven, 1 if
+    the opposite is proven, 5 if there are too few runs, or their order allows no verdict."""
     reference: tuple[Path, Path] | None = None
-    """OLD NEW: runs of one commit and configuration, made beside those of A and beside those of B. The verdict is then
-    on B over NEW less A over OLD, so that A may be of another day or machine."""
+    """OLD NEW: runs of one commit and configuration, made beside the runs of A and of B respectively. The verdict then
+    compares B / NEW with A / OLD, so that A may come from another day or machine."""
     accept_blocked_order: bool = False
-    """Give a verdict also where all runs of one side came first, or ran on another machine: a change of the machine in
+    """Give a verdict even if all runs of one side came first, or ran on another machine: a change of the machine in
     between then looks like a difference."""
     json: bool = False
     """Print JSON instead of tables."""

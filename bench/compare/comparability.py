@@ -127,7 +127,7 @@ def different(values: Iterable[Any]) -> list[Any]:
 
 def caveats(record: Record) -> list[str]:
     """Returns reasons not to trust a well-formed record: source code that no commit holds, a machine that was
-    throttled."""
+    throttled, pauses of the pipeline within the timed iterations."""
     run, found = record.run, []
     if run["git"]["dirty"]:
         found.append("files of the checkout differed from its commit")
@@ -135,6 +135,12 @@ def caveats(record: Record) -> list[str]:
     if telemetry and telemetry["throttled"]:
         reasons = ", ".join(sorted({span["reason"] for span in telemetry["throttling"]}))
         found.append(f"throttled ({reasons})")
+    pauses: list[int] = run["pipeline"].get("paused_after", [])
+    if any(after >= run["warmup_iterations"] for after in pauses):
+        found.append(
+            "the pipeline paused within the timed iterations, to capture graphs or to allocate memory: raise "
+            "--warmup-iterations"
+        )
     return found
 
 

@@ -143,11 +143,6 @@ def compare_all(pairs: Sequence[tuple[str, Side, Side]], terms: Terms = _USUAL) 
     ]
 
 
-def compare_sides(a: Side, b: Side, name: str = "") -> Result:
-    """Compares B with A; pair by pair where their runs alternate in time in a balanced order, so that drift cancels."""
-    return compare_all([(name, a, b)])[0]
-
-
 def _compared(a: Side, b: Side, name: str, terms: Terms) -> Result:
     references, reasons = None, [*confounded(a, b)]
     if terms.reference is not None:

@@ -26,7 +26,8 @@ def result_as_json(result: Result) -> dict[str, Any]:
     detectable: the smallest difference that so many runs find, and detectable_interval its own 95 % interval.
     """
     comparison, confidence = result.comparison, result.confidence
-    spread = [None if side.mean_only else asdict(of) for side, of in zip(_sides(result), _spread(result), strict=True)]
+    sides = zip(_sides(result), result.spread_of_runs(), strict=True)
+    spread = [None if side.mean_only else asdict(of) for side, of in sides]
     low, value, high = result.detectable or (None, None, None)
     return {
         "name": result.name,
@@ -64,7 +65,7 @@ def throughput_ratio(result: Result) -> Ratio | None:
 
 
 def result_table(result: Result) -> Table:
-    """Returns the result as a table. A word stands in the row of the verdict, and in no other: five rows that each say
+    """Returns the result as a table. A word stands in the row of the verdict, and in no other: rows that each say
     'faster' by themselves do so in up to 16 % of comparisons of a program with itself."""
     title = f"Latency of an iteration\nA = {result.a.label}\nB = {result.b.label}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -130,10 +131,6 @@ def verdict_in_words(result: Result) -> str:
 
 def _sides(result: Result) -> tuple[Side, Side]:
     return result.a, result.b
-
-
-def _spread(result: Result) -> tuple[Any, Any]:
-    return result.spread_of_runs()
 
 
 def _shared_metrics(result: Result) -> list[Metric]:

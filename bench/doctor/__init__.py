@@ -1,4 +1,4 @@
-"""The doctor: where the iteration of somebody else's training script loses its time, line by line.
+"""The doctor: the time losses in an iteration of any training script, line by line.
 
 host-doctor -- torchrun --nproc_per_node 8 train.py ...
 

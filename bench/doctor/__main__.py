@@ -26,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-_HELP = """Examines a training script of your own: host-doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
+_HELP = """Examines your training script: host-doctor [flags] -- torchrun --nproc_per_node 8 train.py ...
 
-Says which lines make the host wait, copy or launch too much in a steady iteration, costliest first. Nothing of the
-script is changed; it is ended after the iterations that the doctor needs."""
+Names the lines that make the host wait, copy or launch too much in a steady iteration, costliest first. The script is
+not changed; it is ended after the iterations that the doctor needs."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,18 +12,11 @@ from .findings import Finding
 from .remedies import PART_NAMES, Part, in_input_dist, without_twice
 
 _MORE = 0.5
-"""Calls an iteration by which a finding must have grown to be news."""
+"""Minimum growth of a finding, in calls per iteration, to be reported."""
 
 
-class Identity(NamedTuple):
-    """The identity of a finding in two versions of a script: its lines may have moved."""
-
-    kind: str
-    file: str | None
-    function: str
-    library_file: str | None
-    library_function: str | None
-    caller: str | None
+Identity = tuple[str | None, ...]
+"""Identity of a finding in two versions of a script: its kind, and functions, as its lines may have moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +55,9 @@ class Comparison(NamedTuple):
 
 
 def identity(finding: Finding) -> Identity:
-    """Returns the identity of a finding in both diagnoses: all but its line numbers."""
+    """Returns the identity of a finding in both diagnoses, its kind first: all but its line numbers."""
     library, caller = finding["library"], finding["called_from"]
-    return Identity(
+    return (
         finding["kind"],
         finding["file"],
         finding["function"],
@@ -78,7 +71,7 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
     """Returns new, gone and moved findings, costliest first. ValueError if only one of the two has a GPU."""
     if before["device"] != after["device"]:
         raise ValueError(
-            f"--baseline was made on {before['device']} and this on {after['device']}: findings mean other things there"
+            f"--baseline was made on {before['device']}, this diagnosis on {after['device']}: make both on one kind"
         )
     old, now = _grouped(before["findings"]), _grouped(after["findings"])
     new, gone, moved = [], [], 0.0
@@ -90,7 +83,7 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
             new.append(Change(are[0], count, ms))
         elif count <= -_MORE:
             gone.append(Change(were[0], count, ms))
-        elif key.kind in judge.WAITING:
+        elif key[0] in judge.WAITING:
             moved += ms
     parts = _gone_parts(before, after)
     gone_ms = without_twice([_with_ms(change) for change in gone], parts)

@@ -11,7 +11,7 @@ _TRIMMED = ("TrimmedEBC", "TrimmedEC")
 _BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
 _IN_HOST_MEMORY = ("uvm", "ssd", "key_value", "virtual")
 _UPDATES = ("exact_sgd", "exact_adagrad", "exact_row_wise_adagrad")
-"""Those of FBGEMM's fused optimizers that count nothing on the host."""
+"""FBGEMM's fused optimizers that keep no counts on the host."""
 
 
 def of_pipeline(pipeline: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """The CUDA calls of a trace in an iteration, and the marked call of torch around each.
 
-Costs come from the iterations under the profiler alone: marks slow the host down, so that it waits less for the GPU.
-The j-th call of a kind is the same one in every iteration of a steady state.
+Costs come from the iterations without marks, under the profiler only: marks slow the host down, so that it waits less
+for the GPU. In a steady state the j-th call of a kind is the same call in every iteration.
 """
 
 import re
@@ -13,18 +13,18 @@ from statistics import fmean
 from typing import Any
 
 from .rank_file import MARK
+from .trace import API, CALLS
 
 SYNC, COPY, ALLOCATOR, LAUNCH, GRAPH_LAUNCH = "sync", "copy", "allocator", "launch", "graph_launch"
 _KINDS = {
-    SYNC: re.compile(r"^cu(da)?(Stream|Event|Device|Ctx)Synchronize"),
-    COPY: re.compile(r"^cu(da)?Memcpy"),
+    SYNC: CALLS["stream_syncs"],
+    COPY: CALLS["memcpy_calls"],
     ALLOCATOR: re.compile(
         r"^cu(da)?(Malloc|Free|HostAlloc|HostRegister|MallocHost|FreeHost|Mem(Create|Map|Unmap|Alloc))"
     ),
-    LAUNCH: re.compile(r"^cu(da)?Launch(Kernel|Cooperative)"),
-    GRAPH_LAUNCH: re.compile(r"^cu(da)?GraphLaunch"),
+    LAUNCH: CALLS["kernel_launches"],
+    GRAPH_LAUNCH: CALLS["graph_launches"],
 }
-_API = ("cuda_runtime", "cuda_driver")
 _RANGES = ("cpu_op", "user_annotation")
 _COPIES = re.compile(r"Memcpy (\w)\w*to(\w)\w* \((\w+) -> (\w+)\)")
 
@@ -45,7 +45,6 @@ class CudaCall:
     """Name of the innermost range of torch around it; empty if there is none."""
     direction: str | None = None
     """Direction of a copy: 'HtoD pageable', 'HtoD pinned', 'DtoH pageable', 'DtoH pinned', 'DtoD'."""
-    bytes: int = 0
 
 
 def cuda_calls(events: Sequence[dict[str, Any]], iteration: str) -> list[CudaCall]:
@@ -61,7 +60,7 @@ def cuda_calls(events: Sequence[dict[str, Any]], iteration: str) -> list[CudaCal
     copies = _copies(events)
     threads: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if starts[0] <= event["ts"] <= end and event.get("cat") in (*_API, *_RANGES):
+        if starts[0] <= event["ts"] <= end and event.get("cat") in (*API, *_RANGES):
             threads[event["tid"]].append(event)
     calls = []
     for thread, own in threads.items():
@@ -102,13 +101,13 @@ def _by_iteration(calls: Sequence[CudaCall], kind: str) -> list[list[CudaCall]]:
 
 
 def _kind(event: dict[str, Any]) -> str | None:
-    if event.get("cat") not in _API:
+    if event.get("cat") not in API:
         return None
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(event["name"])), None)
 
 
-def _copies(events: Iterable[dict[str, Any]]) -> dict[int, tuple[str, int]]:
-    """Direction and bytes of each copy on the GPU, by correlation."""
+def _copies(events: Iterable[dict[str, Any]]) -> dict[int, str]:
+    """Direction of each copy on the GPU, by correlation."""
     copies = {}
     for event in events:
         if event.get("cat") == "gpu_memcpy":
@@ -117,13 +116,12 @@ def _copies(events: Iterable[dict[str, Any]]) -> dict[int, tuple[str, int]]:
             if found and isinstance(args.get("correlation"), int):
                 source, target, *memory = found.groups()
                 host = next((kind for kind in memory if kind in ("Pageable", "Pinned")), None)
-                direction = f"{source}to{target}" + (f" {host.lower()}" if host else "")
-                copies[args["correlation"]] = (direction, int(args.get("bytes", 0)))
+                copies[args["correlation"]] = f"{source}to{target}" + (f" {host.lower()}" if host else "")
     return copies
 
 
 def _thread(
-    events: list[dict[str, Any]], starts: Sequence[float], copies: dict[int, tuple[str, int]], iteration: str
+    events: list[dict[str, Any]], starts: Sequence[float], copies: dict[int, str], iteration: str
 ) -> list[CudaCall]:
     """Returns the calls of one thread, whose ranges nest."""
     calls = []
@@ -135,7 +133,6 @@ def _thread(
         name = event["name"]
         kind = _kind(event)
         if kind is not None:
-            direction, size = copies.get(event.get("args", {}).get("correlation"), (None, 0))
             calls.append(
                 CudaCall(
                     kind=kind,
@@ -145,8 +142,7 @@ def _thread(
                     iteration=bisect_right(starts, event["ts"]) - 1,
                     mark=mark,
                     within=within,
-                    direction=direction if kind == COPY else None,
-                    bytes=size,
+                    direction=copies.get(event.get("args", {}).get("correlation")) if kind == COPY else None,
                 )
             )
         elif event["cat"] in _RANGES and name != iteration:

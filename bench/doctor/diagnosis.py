@@ -47,11 +47,11 @@ class RankSummary(TypedDict):
     """Time of the GPU's work, collectives left out."""
     gpu_idle_fraction: float | None
     collective_wait_ms: float | None
-    """Time in collectives in which it waited for other ranks; None for ranks without common collectives."""
+    """Time in collectives that this rank waited for other ranks; None for ranks without common collectives."""
     collective_transfer_ms: float | None
     """The rest of the time in collectives."""
     late_ms: float | None
-    """Time by which it came to collectives after the last of the others."""
+    """Delay with which this rank reached collectives after the last of the other ranks."""
 
 
 class Overhead(TypedDict):
@@ -280,13 +280,13 @@ def _notes(ranks: Sequence[RankFile], slowest: RankSummary) -> list[str]:
     notes = []
     if first["device"] != "cuda":
         notes.append(
-            "no GPU here: findings are what the lines would do to tensors on a GPU, tensors that a GPU script keeps on "
-            "the host included, and their times are those of the host's work, not of waits."
+            "no GPU here: findings show what the lines would do to tensors on a GPU, including tensors that a GPU "
+            "script keeps on the host; times are those of the host's work, not of waits."
         )
     if first["reduced"]:
         notes.append("the script compiles functions: only reads and copies of values were looked for, no launches.")
     if len(ranks) < first["world_size"]:
-        notes.append(f"{len(ranks)} of {first['world_size']} ranks are of this node; the others were not looked at.")
+        notes.append(f"{len(ranks)} of {first['world_size']} ranks are on this node; the others were not examined.")
     thread, wall = (fmean(rank["plain"][name] for rank in ranks) for name in ("thread_ms", "ms"))
     notes.append(f"the loop's thread computed for {thread:.3f} of {wall:.3f} ms; otherwise it waited, or was not run.")
     notes.append(_lock_note(slowest))

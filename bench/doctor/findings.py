@@ -211,8 +211,8 @@ def findings_of(
             line=place.user.line,
             function=place.user.function,
             text=place.user.text,
-            library=_frame(place.library[0], libraries) if place.library else None,
-            called_from=_frame(place.library[1], libraries) if len(place.library) > 1 else None,
+            library=frame_of(place.library[0], libraries) if place.library else None,
+            called_from=frame_of(place.library[1], libraries) if len(place.library) > 1 else None,
             count=1.0 if place.kind in OUTSIDE else fmean(one.count / n for one, n in each),
             ms=fmean(known) if costs else None,
             low_ms=sum(one.low for one in sampled) / len(each) if costs and sampled else None,
@@ -220,7 +220,7 @@ def findings_of(
             calls_ms=fmean(in_calls) if costs and place.kind not in OUTSIDE and in_calls else None,
             worst_ms=max(known) if costs else None,
             detail=next((one.detail for one, _ in each if one.detail), ""),
-            reads=[Read(**_frame(line, libraries), count=count / marked) for line, count in reads.most_common()],
+            reads=[Read(**frame_of(line, libraries), count=count / marked) for line, count in reads.most_common()],
             waits=fmean(one.waits / n for one, n in each),
             copies={name: fmean(one.copies[name] / n for one, n in each) for name in sorted(directions)},
             suggestion=suggest(place),
@@ -231,7 +231,7 @@ def findings_of(
 
 
 def _fit(findings: Sequence[tuple[Place, Finding]], iteration_ms: float) -> None:
-    """Scales times down that take longer together than the iteration: each is right to its interval alone."""
+    """Scales times down if their sum exceeds the iteration: each time is correct only within its interval."""
     together = sum(finding["ms"] or 0.0 for _, finding in findings)
     scale = iteration_ms / together if together > iteration_ms else 1.0
     for _, finding in findings:
@@ -241,7 +241,7 @@ def _fit(findings: Sequence[tuple[Place, Finding]], iteration_ms: float) -> None
 
 
 def _scale(rank: RankFile, calls: Iterable[CudaCall]) -> float:
-    """Returns the factor on costs of CUDA calls: 1, or less where the profiler made them longer than iterations."""
+    """Returns the factor on costs of CUDA calls: 1, or less if under the profiler they exceed the iteration."""
     total = sum(call.us for call in calls if call.kind in _COSTS)
     return min(1.0, rank["plain"]["ms"] * 1000 * rank["marked"]["iterations"] / total) if total else 1.0
 
@@ -252,7 +252,8 @@ def slower(rank: RankFile) -> float:
     return max(1.0, (marked["ms"] - marked["marks_ms"]) / rank["plain"]["ms"])
 
 
-def _frame(line: Line, libraries: Collection[str]) -> Frame:
+def frame_of(line: Line, libraries: Collection[str]) -> Frame:
+    """Returns a line as findings have it, with a short path."""
     return Frame(file=short_path(line.file, libraries), line=line.line, function=line.function, text=line.text)
 
 

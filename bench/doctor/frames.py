@@ -1,4 +1,4 @@
-"""Whose line it was: the user's and the library's frame of a stack."""
+"""The owner of a line: the user's frame and the library's frame of a stack."""
 
 import os
 import re
@@ -39,7 +39,7 @@ class Frames:
             if not self.is_library(frame):
                 break
             below.append(frame)
-        # Its outermost frame is the user's where nothing else is.
+        # If no frame is the user's, the outermost frame counts as the user's.
         below = [frame for frame in below if frame is not self.user(stack)]
         return ([frame for frame in below if not is_torch(frame)] or below)[:2]
 

@@ -23,6 +23,7 @@ from .judge import (
     SHAPE,
     Line,
     Place,
+    function_of,
     line_of,
 )
 from .loops import lines_of_loop
@@ -84,7 +85,7 @@ class HostCosts:
         for sample in self._samples.samples:
             stack = self._samples.stacks[sample.stack]
             if any(sample.iteration in iterations and at(stack) for iterations, at in recurring):
-                continue  # the finding of what recurs has it
+                continue  # the finding for periodic work contains it
             for place, share in owners[sample.stack]:
                 owned[place].append(sample._replace(ms=sample.ms * share, running_ms=sample.running_ms * share))
             if not owners[sample.stack]:
@@ -132,10 +133,10 @@ class HostCosts:
             if self._frames.is_library(user):
                 continue
             if reads is not None:
-                loader[line_of(user), _function(reads)] += samples
+                loader[line_of(user), function_of(reads)] += samples
             elif not launches(stack):
                 lines[line_of(user)] += samples
-                library = tuple(_function(frame) for frame in self._frames.library(stack)[:1])
+                library = tuple(function_of(frame) for frame in self._frames.library(stack)[:1])
                 inner[line_of(user)][library] += sum(sample.ms for sample in samples)
         for (line, function), samples in loader.items():
             estimate = self._samples.estimate(samples)
@@ -185,7 +186,7 @@ _Match = Callable[[Sequence[Frame]], int | None]
 
 
 def _one_of_each_loop(seen: dict[Place, Seen], kept_out: Collection[tuple[str, int]]) -> dict[Place, range]:
-    """Leaves of the bursts of a loop the costliest, which gets the calls of the others; returns the loops' lines."""
+    """Keeps only the costliest burst of each loop, with the calls of the others; returns the loops' lines."""
     loops: dict[tuple[str, range], Place] = {}
     for place in sorted((p for p in seen if p.kind == BURST and not p.library), key=lambda p: -(seen[p].us or 0.0)):
         lines = lines_of_loop(place.user.file, place.user.line, kept_out)
@@ -241,7 +242,3 @@ def _own(user: Line, whole: bool) -> _Match:
 def _at_line(user: Line) -> Callable[[Sequence[Frame]], bool]:
     match = _own(user, whole=True)
     return lambda stack: match(stack) is not None
-
-
-def _function(frame: Frame) -> Line:
-    return Line(frame["file"], 0, frame["function"], "")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from .site_folder import SETTINGS
+from .site_folder import belongs_to
 
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 """Number of the system call (Linux, asm/unistd.h)."""
@@ -111,12 +111,9 @@ class _Loop:
 def _loop(path: Path, folder: Path) -> _Loop | None:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        process = Path("/proc", str(told["pid"]))
-        # In a container the rank's number may be another process's here.
-        ours = f"{SETTINGS}=".encode(), str(folder).encode()
-        if told["runtime"] is None or not all(part in (process / "environ").read_bytes() for part in ours):
+        if told["runtime"] is None or not belongs_to(told["pid"], folder):
             return None
-        tasks = [task for task in (process / "task").iterdir() if _belongs(task, told["thread"])]
+        tasks = [task for task in Path("/proc", str(told["pid"]), "task").iterdir() if _belongs(task, told["thread"])]
     except (OSError, ValueError, KeyError):
         return None
     return _Loop(tuple(task / "syscall" for task in tasks), told["runtime"])

@@ -58,7 +58,7 @@ WAITING = (SYNC, SYNCHRONIZE, PRINT, METRIC, FROM_LIST, H2D)
 REPEATS = 8
 """Number of calls from one stack in an iteration that make a loop of it."""
 LAUNCHES = 16
-"""Launches of such loops at a line, in an iteration, that make a burst: fewer cost less than 0.1 ms."""
+"""Minimum number of such launches per iteration at a line to be a burst: fewer cost less than 0.1 ms."""
 
 _METRICS = re.compile(r"/(torchmetrics|torcheval|sklearn/metrics|torchrec/metrics)/")
 _OPTIMIZERS = re.compile(r"/torch/optim/")
@@ -165,7 +165,7 @@ class Judge:
             # The function entered first names the metric; for an optimizer's, the last one.
             own = _METRICS if kind == METRIC else _OPTIMIZERS
             named = [frame for frame in stack if own.search(frame["file"])]
-            library = [_whole(named[-1] if kind == METRIC else named[0])]
+            return Place(kind, line_of(user), (function_of(named[-1] if kind == METRIC else named[0]),))
         return Place(kind, line_of(user), tuple(line_of(frame) for frame in library))
 
     def line_in_metric(self, call: Call) -> Line:
@@ -220,9 +220,9 @@ def _launches(call: Call) -> bool:
     return not _LAUNCHES_NOTHING.search(call["name"])
 
 
-def _whole(frame: Frame) -> Frame:
+def function_of(frame: Frame) -> Line:
     """The frame's function, whichever line of it."""
-    return Frame(file=frame["file"], line=0, function=frame["function"], text="")
+    return Line(frame["file"], 0, frame["function"], "")
 
 
 def line_of(frame: Frame) -> Line:

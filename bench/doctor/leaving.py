@@ -1,7 +1,7 @@
-"""The ends of ranks: a rank that is gone without its file is named at once, and nobody waits for it.
+"""The ends of ranks: a rank that disappears without its file is named at once, and no process waits for it.
 
-Each rank names its process with its first iteration. os._exit() skips Python's exit handlers, and a signal skips
-Python: for the first the line is kept, for the second only that the process is gone.
+Each rank records its process at its first iteration. os._exit() skips Python's exit handlers, and a signal skips
+Python: for os._exit() the line is recorded, after a signal only the absence of the process is known.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .rank_file import rank_path
-from .site_folder import SETTINGS
+from .site_folder import belongs_to
 
 GRACE_S = 3.0
 """Seconds in which a launcher can end the other ranks by itself once a rank is gone."""
@@ -100,7 +100,7 @@ class RankWatch:
     def look(self) -> bool:
         """Whether a rank has been gone for longer than its launcher needs to end the others."""
         for rank, process in _unfinished(self.folder).items():
-            if process not in self._ours and self._is_ours(process):
+            if process not in self._ours and belongs_to(process, self.folder):
                 self._ours.add(process)
             # Where one rank is seen, those that are not seen are gone.
             if self._ours and rank not in self.lost and gone(process) and not _left(self.folder, rank):
@@ -109,17 +109,10 @@ class RankWatch:
         return bool(self.lost) and time.monotonic() - self._since > GRACE_S
 
     def end_others(self) -> None:
-        """Ends the ranks that are left, as a launcher does that sees its ranks: not every one does."""
+        """Ends the remaining ranks, as a launcher that watches its ranks would do; not every launcher does."""
         for process in self._ours:
             if not gone(process):
                 os.kill(process, signal.SIGTERM)
-
-    def _is_ours(self, process: int) -> bool:
-        try:
-            environment = Path("/proc", str(process), "environ").read_bytes()
-        except OSError:
-            return False
-        return all(part in environment for part in (f"{SETTINGS}=".encode(), str(self.folder).encode()))
 
 
 def _unfinished(folder: Path) -> dict[int, int]:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -31,7 +31,7 @@ _OVERRIDES = torch.overrides.__file__
 _SILENT = ("profiler.", "torch.autograd.profiler", "_set_grad_enabled", "torch.Tensor.register_hook")
 _MOVES = frozenset(f"torch.Tensor.{name}" for name in ("to", "cuda", "cpu", "copy_", "pin_memory"))
 _FROM_DATA = frozenset(("torch.tensor", "torch.as_tensor", "torch.Tensor.new_tensor", "torch.asarray"))
-# Marks of a script under torch.compile: a mode would have every compiled function compiled again.
+# For a script under torch.compile: a torch function mode would recompile every compiled function.
 _READS = (
     "item",
     "tolist",
@@ -47,6 +47,31 @@ _READS = (
 )
 
 
+class SeenStacks:
+    """Numbers of the stacks that were seen, each once."""
+
+    def __init__(self) -> None:
+        self.places: list[list[tuple[str, int, str]]] = []
+        """(file, line, function) of each stack's frames, the innermost first."""
+        self._numbers: dict[tuple[CodeType | int, ...], int] = {}
+
+    def number(self, frames: Sequence[FrameType]) -> int:
+        """Returns the number of a stack in `places`."""
+        key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.places)
+            # A frame that has just ended has no line any more.
+            self.places.append([(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_qualname) for f in frames])
+        return number
+
+
+def with_text(place: tuple[str, int, str]) -> Frame:
+    """Returns a frame with its line of text, which it reads from the file."""
+    file, line, function = place
+    return Frame(file=file, line=line, function=function, text=linecache.getline(file, line).strip())
+
+
 class Marks:
     """The calls of torch from switch_on() to switch_off(), by iteration and stack."""
 
@@ -58,8 +83,7 @@ class Marks:
         """Time that the marks themselves took, in all iterations that are kept."""
         self.reduced = compiles()
         """Whether only reads of values are marked, because the script compiles functions."""
-        self._stacks: dict[tuple[CodeType | int, ...], int] = {}
-        self._frames: list[list[tuple[str, int, str]]] = []  # (file, line, function)
+        self._stacks = SeenStacks()
         self._names: dict[Any, str | None] = {}
         self._mode = _Mode(self)
         self._thread = threading.get_ident()
@@ -74,13 +98,7 @@ class Marks:
     @property
     def stacks(self) -> list[list[Frame]]:
         """Frames of each stack, the innermost first. Reads their lines: the loop does not wait for files."""
-        return [
-            [
-                Frame(file=file, line=line, function=function, text=linecache.getline(file, line).strip())
-                for file, line, function in frames
-            ]
-            for frames in self._frames
-        ]
+        return [[with_text(place) for place in places] for places in self._stacks.places]
 
     def switch_on(self) -> None:
         """Marks calls from now on, on this thread and on those of autograd's engine that work for it."""
@@ -148,7 +166,8 @@ class Marks:
                 nested_us = self._nested_us.pop(number, 0.0)
                 call["us"] = us - nested_us
                 self._inside.call = before
-        _about_result(about, name, args, result)
+        if isinstance(result, Tensor):
+            about["shape"] = list(result.shape)
         own_us = (time.perf_counter() - begin) * 1e6 - us
         self.own_us += own_us
         if outer is not None:
@@ -173,12 +192,7 @@ class Marks:
         frames = list(walk(sys._getframe(2)))
         if not self._main():
             frames += self._backward  # autograd's own thread begins where backward() was called
-        key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
-        if key not in self._stacks:
-            self._stacks[key] = len(self._frames)
-            named = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname) for frame in frames]
-            self._frames.append(named)
-        return self._stacks[key]
+        return self._stacks.number(frames)
 
     @contextmanager
     def _around_backward(self) -> Iterator[None]:
@@ -242,14 +256,11 @@ def _tensor_in(values: Any) -> Tensor | None:
 def _about_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> About:
     about = About()
     tensor = _tensor_in(args)
-    if tensor is not None:
-        about["device"] = tensor.device.type
-        if name == "torch.Tensor.copy_" and len(args) > 1 and isinstance(args[1], Tensor):
-            tensor = args[1]  # the source
-            about["device"] = tensor.device.type
-        if name in _MOVES and tensor.device.type == "cpu":
-            about["pinned"] = tensor.is_pinned()
-            about["names_device"] = any(isinstance(value, torch.device | str) for value in (*args, *kwargs.values()))
+    if name == "torch.Tensor.copy_" and len(args) > 1 and isinstance(args[1], Tensor):
+        tensor = args[1]  # the source
+    if tensor is not None and name in _MOVES and tensor.device.type == "cpu":
+        about["pinned"] = tensor.is_pinned()
+        about["names_device"] = any(isinstance(value, torch.device | str) for value in (*args, *kwargs.values()))
     if name == "torch.Tensor.__getitem__":
         indices = args[1] if isinstance(args[1], tuple) else args[1:]
         about["gathers"] = any(isinstance(index, Tensor | list) for index in indices)
@@ -257,12 +268,3 @@ def _about_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name in _FROM_DATA:
         about["from_list"] = not any(isinstance(value, Tensor) for value in args)
     return about
-
-
-def _about_result(about: About, name: str, args: tuple[Any, ...], result: Any) -> None:
-    if isinstance(result, Tensor):
-        about["shape"] = list(result.shape)
-        if name in _MOVES:
-            target = args[0] if name == "torch.Tensor.copy_" else result
-            about["to_device"] = target.device.type
-            about["bytes"] = result.nbytes

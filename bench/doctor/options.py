@@ -8,13 +8,13 @@ NEW_SYNCS = "new-syncs"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DoctorOptions:
-    """The length of the examination, and the files of its findings."""
+    """The length of the examination, and the files for its findings."""
 
     warmup: int = 20
     """Iterations before anything is measured."""
     iterations: int = 50
-    """Iterations that are timed without instruments. As many again have their stacks sampled, and 15 more give lines;
-    work of every n-th iteration is found where it comes three times in them."""
+    """Number of iterations timed without instruments. The same number is then run with the stack sampled, and 15 more
+    give lines; work done every n-th iteration is found if it occurs at least three times."""
     keep_running: bool = False
     """Let the script continue to its end; if it fails then, exit with status 1."""
     json: Path | None = None
@@ -24,10 +24,10 @@ class DoctorOptions:
     traces: Path | None = None
     """Folder for the ranks' Chrome traces."""
     baseline: Path | None = None
-    """An earlier --json file: prints new, gone and moved findings since, and the earlier predictions of these
-    changes."""
+    """An earlier --json file to compare with: prints findings that are new, gone or moved since, and the earlier
+    predictions of these changes."""
     fail_on: str | None = None
-    """new-syncs: exit with status 1 if a line makes the host wait that did not in --baseline."""
+    """new-syncs: exit with status 1 if a line makes the host wait that did not do so in --baseline."""
 
     def check(self) -> None:
         """ValueError, naming the flag, for values that cannot work."""

@@ -3,15 +3,15 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import Any
 
 from .backward import backward_us
-from .findings import Seen
-from .frames import Frames, short_path
+from .findings import Seen, frame_of
+from .frames import Frames
 from .host import HostCosts
 from .judge import HOST_COMPUTE, HOST_WAIT, LOADER, PERIODIC, STRAGGLER, Line, Place, line_of
 from .periodic import Periodic, Work, recurring_work
-from .rank_file import RankFile
+from .rank_file import Frame, RankFile
 from .samples import Estimate, Sample, Samples
 from .stragglers import Together, more_gpu_work
 from .trace import STAGES, host_stages_of_loop
@@ -25,13 +25,9 @@ _HOST = (LOADER, HOST_WAIT, HOST_COMPUTE)
 _NO_LINE = Line("", 0, "no sample fell into it", "")
 
 
-class LineTime(TypedDict):
+class LineTime(Frame):
     """Time of a line of the script and of its library calls, in an iteration without instruments."""
 
-    file: str
-    line: int
-    function: str
-    text: str
     ms: float
     low_ms: float
     """Ends of the interval of 95 %."""
@@ -106,7 +102,7 @@ def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms
     for _, own in seen:
         for other in [other for other in own if other.kind in _HOST and other.user[:3] == place.user[:3]]:
             del own[other]  # this finding's
-        own[place] = Seen(us=None, left_out=late, detail=detail)  # all wait as long
+        own[place] = Seen(us=None, left_out=late, detail=detail)  # every rank waits as long
     return late_rank
 
 
@@ -119,10 +115,7 @@ def line_times(rank: RankFile) -> list[LineTime]:
         estimate = samples.estimate(own)
         lines.append(
             LineTime(
-                file=short_path(line.file, rank["libraries"]),
-                line=line.line,
-                function=line.function,
-                text=line.text,
+                **frame_of(line, rank["libraries"]),
                 ms=estimate.ms,
                 low_ms=estimate.low,
                 high_ms=estimate.high,

@@ -4,6 +4,7 @@ removes."""
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+from .findings import slower
 from .rank_file import RankFile
 from .trace import STAGES, host_stages_of_loop
 
@@ -35,13 +36,11 @@ def parts_of(rank: RankFile, events: Sequence[dict[str, Any]], gpu_ms: float | N
     # The ranges of TorchRec's pipelines alone name a dense forward; what torch names by itself is the backward.
     known = rank["found_by"] == "progress"
     dense = loop["dense_forward_backward"] + loop["dense_update"] - autograd["embedding_backward"]
-    marked = rank["marked"]
-    slower = max(1.0, (marked["ms"] - marked["marks_ms"]) / plain)
     streams = sum(call["us"] for call in rank["calls"] if call["main"] and call["name"].endswith(".record_stream"))
     return Parts(
         dense_ms=max(0.0, dense) * faster if known else 0.0,
         input_dist_ms=loop["input_dist"] * faster if known else 0.0,
-        record_streams_ms=streams / 1000 / marked["iterations"] / slower,
+        record_streams_ms=streams / 1000 / rank["marked"]["iterations"] / slower(rank),
         stages_ms=sum(loop[name] for name in STAGES) * faster if known else 0.0,
         gpu_ms=gpu_ms or 0.0,
     )

@@ -16,7 +16,7 @@ from .samples import Samples, estimate_of
 _FEWEST = 3
 """Times that something must have come."""
 _CHANCE = 1e-3
-"""Largest probability of a comb of slow iterations among equally many slow ones at random places."""
+"""Maximum probability that as many slow iterations at random places would form such a comb."""
 _OUTSTANDING = 0.05, 6.0
 """A slow iteration takes longer than the median by this share of it, and by this many median deviations."""
 _LEAST = 0.01
@@ -117,8 +117,8 @@ def recurring_work(rank: RankFile) -> list[Work]:
 
 
 def _undisturbed(times: Sequence[float]) -> float:
-    """The time that a tenth does not exceed: a machine with other work makes most iterations of a window longer, and
-    few of them shorter."""
+    """Returns the first decile of the times: other work on a machine makes most iterations of a window longer, and few
+    of them shorter."""
     return sorted(times)[len(times) // 10]
 
 

@@ -21,7 +21,7 @@ class Iterations(Protocol):
 
 
 class ProcessState:
-    """This process's; nothing in it before the script's first iteration."""
+    """The doctor's state in this process; empty before the script's first iteration."""
 
     settings: Settings | None = None
     examination: Iterations | None = None

@@ -88,7 +88,7 @@ class Examination:
         try:
             self._take_turn()
         except Exception:
-            # Any fault here is the doctor's, not the script's: it goes to a file, which the command reports.
+            # Any error here is the doctor's, not the script's: it is written to a file, which the command reports.
             self._over = True
             error = self._folder / f"rank{_rank()}.error"
             error.write_text(traceback.format_exc(), encoding="utf-8")
@@ -98,7 +98,7 @@ class Examination:
             self._hook_s += time.perf_counter() - begin
 
     def _counts(self, found_by: str) -> bool:
-        """Whether this sign of an iteration is the best one there is; a better one in the warm-up starts it again."""
+        """Whether this is the most reliable sign of an iteration so far; a better sign restarts the warm-up."""
         if found_by == self._found_by:
             return True
         better = _RELIABILITY.index(found_by) > _RELIABILITY.index(self._found_by)
@@ -304,7 +304,7 @@ class Examination:
         self._end_process(0)
 
     def _end_process(self, status: int) -> NoReturn:
-        """Ends this process at once, and its loaders' workers: those of a fork server would wait for it without end."""
+        """Ends this process at once, and its loaders' workers: workers of a fork server would wait for it forever."""
         for worker in multiprocessing.active_children():
             worker.terminate()
         self._exit(status)

@@ -16,7 +16,7 @@ MARKED_ITERATION = "marked iteration"
 SCHEMA = 3
 
 SETTLING = 2
-"""Iterations with an instrument on that are not looked at: its start slows them down."""
+"""Iterations with an instrument on that are discarded, because its start slows them down."""
 TRACED = 5
 """Iterations in the trace that gives costs."""
 MARKED = 4
@@ -40,15 +40,10 @@ class Frame(TypedDict):
 class About(TypedDict, total=False):
     """Properties of a call that matter to a finding."""
 
-    device: str
-    """Kind of device of the first tensor, or of the source of a copy: cpu, cuda."""
-    to_device: str
-    """Kind of device of a copy's result."""
     pinned: bool
     """Whether the host memory that a copy reads is page-locked."""
     names_device: bool
     """Whether a copy is asked for by a device's name, and not for another type alone."""
-    bytes: int
     gathers: bool
     """Whether the index holds a tensor or list, so that it makes no view."""
     mask: bool

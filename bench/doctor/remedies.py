@@ -115,7 +115,7 @@ def _of_torchrec(finding: Finding) -> bool:
 
 
 def in_input_dist(finding: Finding) -> bool:
-    """Whether an input dist makes it that is not trimmed: a read of sizes, or a list that becomes a tensor."""
+    """Whether an untrimmed input dist causes the finding: a read of sizes, or a list that becomes a tensor."""
     exchanged = finding["library"] is not None and finding["library"]["file"].endswith(_SPLITS)
     return exchanged or (_of_torchrec(finding) and finding["kind"] in (judge.SYNC, judge.FROM_LIST))
 
@@ -216,7 +216,7 @@ REMEDIES = (
     Remedy(
         "five-stage pipeline: avoid_record_streams",
         lambda finding: False,
-        "those of TorchRec are meant, which other calls of record_stream stand beside",
+        "TorchRec's calls of record_stream are meant; the script's other calls are measured with them",
         ("record_streams_ms",),
     ),
 )

@@ -1,22 +1,21 @@
 """Samples the training loop's Python stack over iterations that carry no other instrument.
 
-A timer's signal (SIGALRM) makes the loop's own thread look at its stack: it needs no other thread to be run and no
-handover of the interpreter lock, which would come late, and at calls that release the lock. Where the loop is no main
-thread, or the script uses that signal or torch.compile, a thread reads `sys._current_frames()` instead. py-spy and
-austin read another process's memory, which containers without CAP_SYS_PTRACE refuse, and know nothing of iterations.
-What sampling costs is the difference between the sampled and the plain window, which the doctor prints.
+A timer signal (SIGALRM) makes the loop's own thread record its stack: this needs no other thread and no handover of the
+interpreter lock, which would be late and biased to calls that release the lock. If the loop does not run on the main
+thread, or the script uses that signal or torch.compile, another thread reads `sys._current_frames()` instead. py-spy
+and austin read another process's memory, which containers without CAP_SYS_PTRACE refuse, and do not know iterations.
+The cost of sampling is the difference between the sampled and the plain window, which the doctor prints.
 """
 
-import linecache
 import resource
 import signal
 import sys
 import threading
 import time
-from types import CodeType, FrameType
+from types import FrameType
 
-from .marks import compiles, walk
-from .rank_file import Frame, Stacks
+from .marks import SeenStacks, compiles, walk, with_text
+from .rank_file import Stacks
 
 _SWITCH_S = 50e-6
 """Longest time that the thread waits for the interpreter lock while the loop holds it."""
@@ -41,8 +40,7 @@ class Sampler:
         self._thread: threading.Thread | None = None
         self._end = self._taking = False
         self._samples: list[tuple[float, int, float, float]] = []
-        self._numbers: dict[tuple[CodeType | int, ...], int] = {}
-        self._stacks: list[list[tuple[str, int, str]]] = []  # (file, line, function), innermost first
+        self._stacks = SeenStacks()
         self._own_s = 0.0
         self._began = self._before = self._cpu_before = 0.0
         self._ticks = 0
@@ -79,15 +77,13 @@ class Sampler:
             self._end = True
             self._thread.join()
             sys.setswitchinterval(self._restore)
-        numbers = {frame: i for i, frame in enumerate(dict.fromkeys(f for stack in self._stacks for f in stack))}
+        stacks = self._stacks.places
+        numbers = {place: i for i, place in enumerate(dict.fromkeys(place for stack in stacks for place in stack))}
         return Stacks(
             period_us=self._period_s * 1e6,
             own_us=self._own_s * 1e6,
-            frames=[
-                Frame(file=file, line=line, function=function, text=linecache.getline(file, line).strip())
-                for file, line, function in numbers
-            ],
-            stacks=[[numbers[frame] for frame in stack] for stack in self._stacks],
+            frames=[with_text(place) for place in numbers],
+            stacks=[[numbers[place] for place in stack] for stack in stacks],
             samples=self._samples,
         )
 
@@ -107,7 +103,7 @@ class Sampler:
         elapsed_s, running_s = now - self._before, cpu - self._cpu_before
         stands_for_s = elapsed_s
         if self.by_signal:
-            # A call of C is sampled at its end, at its line: once, for all ticks of the timer that came within it.
+            # A C call is sampled once, when it returns, at its line, for all timer ticks during the call.
             ticks = int((now - self._began) / self._period_s)
             stands_for_s = (ticks - self._ticks) * self._period_s
             self._ticks = ticks
@@ -115,13 +111,7 @@ class Sampler:
             if blocks == self._blocks:
                 running_s = elapsed_s  # a thread that gives its core up to no wait could run, had the machine a core
             self._blocks = blocks
-        frames = list(walk(frame))
-        key = tuple(part for frame in frames for part in (frame.f_code, frame.f_lasti))
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._stacks)
-            # A frame that has just ended has no line any more.
-            self._stacks.append([(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_qualname) for f in frames])
+        number = self._stacks.number(list(walk(frame)))
         running = min(1.0, running_s / elapsed_s)
         self._samples.append((now * 1e6, number, stands_for_s * 1e6, running * stands_for_s * 1e6))
         self._before, self._cpu_before = now, cpu

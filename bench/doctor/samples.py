@@ -41,8 +41,6 @@ class Sample(NamedTuple):
     """Time that it stands for, in an iteration without the sampler."""
     running_ms: float
     """Time within it that the loop's thread ran; in the rest it was blocked."""
-    at_ms: float
-    """Its time, from the beginning of the window."""
 
 
 class Samples:
@@ -57,13 +55,13 @@ class Samples:
         self.scale = rank["plain"]["ms"] / sampled["ms"]
         """Factor on times of the window: the sampler makes iterations longer."""
         taken = [
-            (bisect_right(starts, at) - 1, stack, us, running, at)
+            (bisect_right(starts, at) - 1, stack, us, running)
             for at, stack, us, running in sampled["samples"]
             if starts[0] <= at < starts[-1] and sampled["stacks"][stack]
         ]
         self.samples = [
-            Sample(i, stack, us / 1000 * self.scale, min(running, us) / 1000 * self.scale, (at - starts[0]) / 1000)
-            for i, stack, us, running, at in taken
+            Sample(i, stack, us / 1000 * self.scale, min(running, us) / 1000 * self.scale)
+            for i, stack, us, running in taken
         ]
         self._period_ms = sampled["period_us"] / 1000 * self.scale
 
@@ -74,7 +72,7 @@ class Samples:
         each = [0.0] * self.iterations
         for sample in chosen:
             each[sample.iteration] += time(sample)
-        # The same without samples as with one: work shorter than a period may be missed in all iterations.
+        # Without samples, the interval is that of one sample: work shorter than a period may be missed every time.
         estimate = estimate_of(each)
         return estimate._replace(half_ms=max(estimate.half_ms, self._period_ms / len(each)))
 

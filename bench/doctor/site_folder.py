@@ -1,8 +1,8 @@
-"""The way into an unchanged script: a folder on PYTHONPATH whose sitecustomize.py loads the hook.
+"""The hook into an unchanged script: a folder on PYTHONPATH whose sitecustomize.py loads the hook.
 
-It reaches every Python process below the command, whatever starts it: torchrun, srun, a shell script, a fork server.
-Rewriting the command line instead would have to know the flags of each of these, and would change __main__.
-Processes of Python's flags -E, -I and -S are not reached.
+The folder reaches every Python process below the command, whatever starts the process: torchrun, srun, a shell script,
+a fork server. Rewriting the command line instead would require the flags of each launcher, and would change __main__.
+Processes with Python's flags -E, -I or -S are not reached.
 """
 
 import json
@@ -46,6 +46,15 @@ def environment_with_hook(folder: Path, settings: Settings, environment: Mapping
     (folder / PACKAGE.partition(".")[0]).symlink_to(TOP.resolve(), target_is_directory=True)
     path = [str(folder), *filter(None, [environment.get("PYTHONPATH")])]
     return {**environment, "PYTHONPATH": os.pathsep.join(path), SETTINGS: json.dumps(asdict(settings))}
+
+
+def belongs_to(process: int, folder: Path) -> bool:
+    """Whether a process has settings that name the folder: in a container a rank's number may be another process's."""
+    try:
+        environment = Path("/proc", str(process), "environ").read_bytes()
+    except OSError:
+        return False
+    return all(part in environment for part in (f"{SETTINGS}=".encode(), str(folder).encode()))
 
 
 def settings_of(environment: Mapping[str, str]) -> Settings | None:

@@ -1,8 +1,8 @@
 """Python's site module imports this file at the start of every process of an examined command.
 
-The doctor puts a copy of it, which imports the package by its whole name, into a folder at the head of PYTHONPATH,
-beside a link to the package. It loads the hook, and then the sitecustomize that it hides, of the distribution or of the
-user.
+The doctor puts a copy of this file, which imports the package by its full name, into a folder at the head of
+PYTHONPATH, beside a link to the package. The copy loads the hook, and then the sitecustomize that it hides, of the
+distribution or of the user.
 """
 
 import os

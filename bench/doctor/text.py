@@ -7,6 +7,7 @@ from .baseline import Change, Comparison
 from .diagnosis import Diagnosis
 from .findings import Finding
 from .judge import OUTSIDE
+from .rank_file import Frame
 
 SHOWN = 12
 """Findings in the text; JSON and page hold all."""
@@ -114,8 +115,7 @@ def details(finding: Finding) -> list[str]:
     if finding["calls_ms"] is not None and finding["ms"] is not None and finding["ms"] > 1.5 * finding["calls_ms"]:
         lines.append(f"its calls alone take {finding['calls_ms']:.3f} ms; leaving the line out takes its Python too")
     for read in finding["reads"]:
-        where = _place(read["file"], read["line"], read["function"], read["text"])
-        lines.append(f"waits within, {read['count']:.4g} an iteration: {where}")
+        lines.append(f"waits within, {read['count']:.4g} an iteration: {_place(read)}")
     return lines
 
 
@@ -125,7 +125,7 @@ def line_rows(diagnosis: Diagnosis, most: int | None = None) -> list[tuple[str, 
         (
             f"{line['ms']:.3f} ({line['low_ms']:.3f} to {line['high_ms']:.3f})",
             f"{line['blocked_ms']:.3f}",
-            _place(line["file"], line["line"], line["function"], line["text"]),
+            _place(line),
         )
         for line in diagnosis["lines"][:most]
     ]
@@ -145,13 +145,13 @@ def places(finding: Finding) -> list[str]:
     """The user's line, and the library's if there is one."""
     if finding["file"] is None:
         return [f"no line of Python is known: {finding['function']}"]
-    lines = [_place(finding["file"], finding["line"], finding["function"], finding["text"])]
+    lines = [_place(finding)]
     library = finding["library"]
     if library is not None:
-        lines.append("in " + _place(library["file"], library["line"], library["function"], library["text"]))
+        lines.append("in " + _place(library))
     caller = finding["called_from"]
     if caller is not None:
-        lines.append("called from " + _place(caller["file"], caller["line"], caller["function"], caller["text"]))
+        lines.append("called from " + _place(caller))
     return lines
 
 
@@ -192,9 +192,9 @@ def _change(change: Change) -> str:
     return f"{change.finding['kind']}, {change.count:+.4g} call(s), {change.ms:+.3f} ms: {where}"
 
 
-def _place(file: str, line: int, function: str, text: str) -> str:
-    where = f"{file}:{line}" if line else file
-    return f"{where} in {function}" + (f": {text}" if text else "")
+def _place(at: Frame | Finding) -> str:
+    where = f"{at['file']}:{at['line']}" if at["line"] else at["file"]
+    return f"{where} in {at['function']}" + (f": {at['text']}" if at["text"] else "")
 
 
 def _cuda(finding: Finding) -> str:

@@ -56,7 +56,7 @@ CALLS = {
     "memcpy_calls": re.compile(r"^cu(da)?Memcpy"),
 }
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-_API = ("cuda_runtime", "cuda_driver")
+API = ("cuda_runtime", "cuda_driver")
 _AUTOGRAD = "autograd::engine"
 
 
@@ -137,10 +137,10 @@ class GPUTimes(NamedTuple):
     busy_ms: float
     """Time in which at least one kernel or copy ran. A collective that waits for other ranks counts as running."""
     computing_ms: float
-    """The same without collectives: the GPU's own work, however long ranks wait for one another."""
+    """Busy time without collectives: the GPU's own work, independent of waits between ranks."""
     idle_fraction: float | None
-    """Time without any kernel or copy, of that from the first to the end of the last; None where nothing ran. The
-    profiler slows the host, and so makes more of it where the GPU waits for the host."""
+    """Time without a kernel or copy, between the first one's start and the last one's end; None if nothing ran. If the
+    GPU waits for the host, the profiler increases this time, because it slows the host."""
 
 
 def gpu_times(
@@ -190,7 +190,7 @@ def _threads(events: Iterable[dict[str, Any]], iterations: Sequence[dict[str, An
     begin, end = iterations[0]["ts"], iterations[-1]["ts"] + iterations[-1]["dur"]
     threads: dict[Any, list[dict[str, Any]]] = {}
     for event in events:
-        if begin <= event["ts"] <= end and event.get("cat") in ("cpu_op", "user_annotation", *_API):
+        if begin <= event["ts"] <= end and event.get("cat") in ("cpu_op", "user_annotation", *API):
             threads.setdefault(event["tid"], []).append(event)
     return threads
 
@@ -198,7 +198,7 @@ def _threads(events: Iterable[dict[str, Any]], iterations: Sequence[dict[str, An
 def _launches(event: dict[str, Any]) -> bool:
     """Whether only a launching thread would have this event; readers and watchdogs make other CUDA calls."""
     name = event["name"]
-    if event["cat"] in _API:
+    if event["cat"] in API:
         return any(pattern.search(name) for pattern in CALLS.values())
     return name in STAGES or name.startswith(_AUTOGRAD)
 
@@ -215,7 +215,7 @@ def _thread(events: list[dict[str, Any]], host: HostWork) -> None:
         ours = event["name"] in STAGES
         named = event["name"] if ours else None if in_ours else _stage_of_range(event["name"])
         stage = named or parent or OTHER
-        if event["cat"] in _API:
+        if event["cat"] in API:
             _count(event, stage, host)
         if stage != parent:
             host.spans.append((stage, event["ts"], event["ts"] + event["dur"]))

@@ -1,2 +1,2 @@
-"""The history of one configuration over commits and months: its times beside a reference's, changes, and the commit of
-a change."""
+"""The history of one configuration over commits and months: its times relative to a reference, the changes, and the
+commit that made a change."""

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HistoryCommand:
-    """Shows each configuration's records over commits and months, beside a reference's, and their changes.
+    """Shows each configuration's records over commits and months, relative to a reference, and their changes.
 
-    The reference is one old program, which runs in turn with the others in each sitting (`rerun` makes such runs):
-    machines change too. A record without a reference in its sitting is shown and not judged.
+    The reference is one old program that runs in turn with the others in each sitting (`rerun` makes such runs),
+    because machines change too. A record without a reference in its sitting is shown but not judged.
     """
 
     folder: Positional[Path]
     """Folder of records, at any depth."""
     reference: str | None = None
-    """Beginning of the reference's commit, or of its source's hash; by default the program that ran beside others in
-    most sittings."""
+    """Prefix of the reference's commit or source hash; by default the program that ran beside others in the most
+    sittings."""
     gap_minutes: float = 60.0
-    """Minutes between two runs of one machine from which on they are of two sittings."""
+    """Pause in minutes between two runs on one machine that separates two sittings."""
     out: Path | None = None
     """Folder for a page (index.html) with pictures."""
 
@@ -40,28 +40,27 @@ class HistoryCommand:
 class BisectCommand:
     """Finds the commit that changed the time of an iteration: dlrm-bench bisect GOOD BAD -- --preset smoke ...
 
-    Runs candidates of the history between both commits in turn with GOOD, in git worktrees, until it is proven on which
-    side of half of the difference each of them is. Flags behind -- are those of launch/dlrm.py, as each commit reads
-    them.
+    Runs candidate commits between GOOD and BAD in turn with GOOD, in git worktrees, until each is proven to lie below
+    or above half of the difference. Flags after -- are flags of launch/dlrm.py, as each commit reads them.
     """
 
     good: Positional[str | None] = None
     """Commit before the change."""
     bad: Positional[str | None] = None
-    """Commit after it, in whose history the good one is."""
+    """Commit after the change, a descendant of GOOD."""
     nproc: int | None = None
     """Number of processes of a run; by default one for each GPU, or two without a GPU."""
     confidence: float = 0.95
-    """Probability, of all steps together, that the named commit is the right one."""
+    """Probability that the named commit is the right one, over all steps together."""
     ends: bool = False
-    """Run GOOD and BAD alone, and look for no commit between them: with --max-pairs 4, a sitting for `history` in which
+    """Run only GOOD and BAD, and no commit between them: with --max-pairs 4 this makes a sitting for `history` in which
     GOOD is the reference."""
     max_pairs: int = 40
-    """Number of pairs of runs of one candidate after which it stays undecided."""
+    """Maximum number of pairs of runs per candidate; without a proof by then, the candidate stays undecided."""
     results_dir: Path = Path("results")
     """Folder in which the bisection's folder is made."""
     resume: Path | None = None
-    """Folder of an interrupted bisection, which continues by its plan; takes no other flag."""
+    """Folder of an interrupted bisection, which continues with its own plan; excludes all other flags."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Bisects and prints the proven result; returns the exit status, 5 without one."""

@@ -1,14 +1,14 @@
 """dlrm-bench bisect GOOD BAD -- FLAGS: plans a bisection or resumes one, runs it, and prints what it proves.
 
-Commits are those of BAD's own line (its first parents) that change the program's files: a merge counts as one. Each run
-is made by its commit's own code, in a worktree, in fresh processes. Records and plan stay in one folder, from which an
-interrupted bisection continues: complete pairs are read, and not run again.
+Candidates are the commits on BAD's first-parent line that change the program's files: a merge counts as one commit.
+Each run uses its commit's own code, in a worktree, in fresh processes. Records and plan are kept in one folder, from
+which an interrupted bisection continues: complete pairs are read instead of run again.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rich import box
 from rich.console import Console
@@ -16,13 +16,14 @@ from rich.table import Table
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.command import EXIT_UNDECIDED
+from dlrm_bench.bench.forwarded import take_flag
 from dlrm_bench.bench.history.arguments import BisectCommand
 from dlrm_bench.bench.history.bisection import FEWEST_PAIRS, Finding, Pair, Step, bisect
 from dlrm_bench.bench.instruments.progress import stderr_console
 from dlrm_bench.bench.ladder.launching import torchrun
 from dlrm_bench.bench.ladder.run_ladder import put_aside, this_node
 from dlrm_bench.bench.machine.source import git, source_of_commit
-from dlrm_bench.bench.records.json_file import check_form, json_text, read_json
+from dlrm_bench.bench.records.json_file import json_text, read_form
 from dlrm_bench.bench.records.record import RUN_JSON, create_run_folder, read_record
 from dlrm_bench.bench.report.rounding import with_interval
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
@@ -53,7 +54,7 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
     """Bisects and prints steps and answer; returns the exit status. ValueError names what cannot be used."""
     if asked.resume is not None:
         if forwarded or asked.good is not None:
-            raise ValueError(f"--resume goes on by the plan of {asked.resume}: leave commits and flags out")
+            raise ValueError(f"--resume continues with the plan in {asked.resume}: leave commits and flags out")
         folder, plan = asked.resume, _plan_to_resume(asked.resume)
     else:
         plan = _new_plan(asked, forwarded)
@@ -85,7 +86,7 @@ def run_plan(plan: Plan, folder: Path) -> Iterator[Step | Finding]:
 
         def pairs(commit: str) -> Iterator[Pair]:
             with ExitStack() as kept:
-                trees: list[Path] = []  # made once a run is needed: a step may have all of its pairs already
+                trees: list[Path] = []  # made only if a run is needed: all pairs of a step may exist already
                 for number in range(plan["max_pairs"]):
                     ids = [folder / commit[:12] / f"{number:02d}-{name}" for name in ("good", "candidate")]
                     if not all((each / RUN_JSON).exists() for each in ids):
@@ -99,9 +100,9 @@ def run_plan(plan: Plan, folder: Path) -> Iterator[Step | Finding]:
 
 
 def _run_pair(plan: Plan, trees: Sequence[Path], ids: Sequence[Path], number: int) -> None:
-    """Runs both of a pair, the good commit first in every other one. ValueError if one fails."""
+    """Runs both sides of a pair, the good commit first in every other pair. ValueError if a run fails."""
     ids[0].parent.mkdir(exist_ok=True)
-    for each in ids:  # a half of a pair is no neighbour of what runs now
+    for each in ids:  # half a pair from before is no neighbour in time of the present runs
         put_aside(each)
     in_turn = list(zip(trees, ids, strict=True))
     for tree, run in in_turn if number % 2 == 0 else in_turn[::-1]:
@@ -121,8 +122,8 @@ def _new_plan(asked: BisectCommand, flags: Sequence[str]) -> Plan:
     if asked.max_pairs < FEWEST_PAIRS:
         raise ValueError(f"--max-pairs is {asked.max_pairs}: {FEWEST_PAIRS} are needed for a first look")
     for flag in ("--run-id", "--results-dir"):
-        if any(word.partition("=")[0] == flag for word in flags):
-            raise ValueError(f"{flag} is the bisection's to choose: leave it out")
+        if take_flag(flags, flag)[0] is not None:
+            raise ValueError(f"bisect sets {flag} itself: leave it out")
     good, bad = commit_of(asked.good), commit_of(asked.bad)
     return Plan(
         schema=_SCHEMA,
@@ -165,13 +166,7 @@ def candidates_of(good: str, bad: str) -> list[str]:
 
 
 def _plan_to_resume(folder: Path) -> Plan:
-    file = folder / PLAN_JSON
-    try:
-        content: Any = read_json(file)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): name the folder of a bisection") from error
-    check_form(file, content, Plan, (_SCHEMA,))
-    plan: Plan = content
+    plan = read_form(folder / PLAN_JSON, Plan, (_SCHEMA,), "name the folder of a bisection")
     if plan["node"] != this_node():
         raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: start a new bisection here")
     return plan
@@ -219,5 +214,5 @@ def finding_in_words(finding: Finding) -> Iterator[str]:
         yield f"{finding.first[:12]} is the first {word} commit ({sure}): git show {finding.first[:12]}"
     else:
         names = ", ".join(commit[:12] for commit in finding.between)
-        yield f"one of {names} is the first {word} commit ({sure}); those before the last are undecided or cannot run"
-    yield "this takes for granted that the time changed once; of several changes it is the one that crosses the middle"
+        yield f"one of {names} is the first {word} commit ({sure}); all but the last are undecided or cannot run"
+    yield "this assumes a single change of the time; of several changes, it is the one that crosses the middle"

@@ -1,9 +1,9 @@
 """Bisection for the commit that changed an iteration's time: candidates run in turn with the good one, in one sitting.
 
-A step asks on which side of half of the difference a candidate is. It looks at its pairs of runs several times, and
-ends with the first look that proves one side. Steps share the probability of an error that the user allows in equal
-parts, and so do the looks of a step (Bonferroni), so that all of them together keep it. The answer assumes
-that the time changed once: of several changes it is the one that crosses half of the difference.
+A step decides whether a candidate is below or above half of the difference. It tests its pairs of runs at several
+looks, and ends with the first look that proves one side. The allowed probability of error is divided equally among the
+steps, and each step's part among its looks (Bonferroni), so that it holds for all looks together. The answer assumes
+a single change of the time: of several changes it is the one that crosses half of the difference.
 """
 
 import math
@@ -36,7 +36,7 @@ class Step:
 
     commit: str
     place: Place
-    """Whether it is as before the change, or as after it."""
+    """Position of the candidate relative to the change."""
     pairs: int
     estimate: Estimate | None
     """Logarithm of its time over the good commit's."""
@@ -51,11 +51,10 @@ class Finding:
     steps: Sequence[Step]
     first: str | None
     """The first commit after the change; None where that is not proven."""
-    last_before: str | None
     between: Sequence[str]
-    """Candidates of which it is not known on which side they are."""
+    """Candidates whose side of the change is not known."""
     confidence: float
-    """Probability that the change is between these two."""
+    """Probability that the change is there."""
 
 
 Pairs = Callable[[str], Iterator[Pair]]
@@ -73,7 +72,7 @@ def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int
     steps = [whole]
     yield whole
     if whole.place != "after":
-        yield Finding(steps=steps, first=None, last_before=None, between=candidates, confidence=0.0)
+        yield Finding(steps=steps, first=None, between=candidates, confidence=0.0)
         return
     assert whole.estimate is not None
     half = whole.estimate.log / 2
@@ -97,14 +96,13 @@ def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int
     yield Finding(
         steps=steps,
         first=candidates[first],
-        last_before=candidates[last_before] if last_before >= 0 else None,
         between=candidates[last_before + 1 : first + 1],
         confidence=1 - taken,
     )
 
 
 def decide(commit: str, pairs: Iterator[Pair], half: float | None, error: float, most: int) -> Step:
-    """Returns on which side of `half` of the difference a candidate is, proven with this probability of an error.
+    """Returns a candidate's side of `half`, half of the difference, proven with this probability of error.
 
     half: logarithm of time over time; None for the bad commit, which is after the change if its time differs at all.
     most: pairs after which it stays undecided.
@@ -134,8 +132,8 @@ def looks_of(most: int) -> list[int]:
 
 
 def _place(estimate: Estimate, half: float | None, error: float) -> Place:
-    """Returns the side of `half` that one look proves, by two tests at half of the error each, or by one without
-    `half`."""
+    """Returns the side of `half` that one look proves, by two tests with half of the error probability each; without
+    `half`, by one test."""
     if half is None:
         return "after" if estimate.p_value < error else "undecided"
     at_least, at_most = estimate.p_at_least(math.exp(half)), estimate.p_at_most(math.exp(half))

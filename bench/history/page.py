@@ -56,7 +56,7 @@ def picture(history: History) -> Figure:
     for i, point in enumerate(judged):
         assert point.estimate is not None
         value, low, high = point.estimate.speedup()
-        if np.isfinite(low) and low > 0.2 * value:  # two runs have intervals of any width
+        if np.isfinite(low) and low > 0.2 * value:  # intervals of two runs may be arbitrarily wide
             below.plot((i, i), (low, high), color=_LIGHT, linewidth=1.5, zorder=1)
     ratios = np.exp([-point.estimate.log for point in judged if point.estimate is not None])
     below.plot(places, ratios, "o", color=_DARK, markersize=3.5, zorder=2)

@@ -1,8 +1,8 @@
-"""Records of one configuration over time, each beside the reference that ran in its sitting, and where they change.
+"""Records of one configuration over time, each relative to the reference in its sitting, and the points of change.
 
-A machine is faster one month and slower the next. So the history of a program holds not its times but their ratios to
-those of one old program, the reference, which ran in turn with it in one sitting. A record without a reference is shown
-and not judged.
+A machine is faster one month and slower the next. So the history of a program consists not of its times but of their
+ratios to the times of one old program, the reference, which ran in turn with it in one sitting. A record without a
+reference is shown but not judged.
 """
 
 import json
@@ -22,7 +22,7 @@ from dlrm_bench.bench.stats.change_points import Change, change_points
 from dlrm_bench.bench.stats.statistics import Estimate, compare
 
 _NOT_CONFIGURED = ("run_id", "results_dir", "checkpoint", "snapshot", "resume", "stall_timeout", "mlperf", "preset")
-"""Fields of a configuration that make no other work of it."""
+"""Fields of a configuration that do not change the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,10 @@ class History:
 def read_histories(folder: Path, reference: str | None = None, gap_minutes: float = 60) -> list[History]:
     """Returns the history of each configuration in a folder, those with most records first.
 
-    reference: beginning of the commit, or of the source's hash, of the program that the others are compared with; by
-    default, of each configuration, the one that ran beside others in most sittings. gap_minutes: pause between two runs
-    from which on they are of two sittings. ValueError names a damaged file, a folder without timed runs, and a
-    reference that no record is of.
+    reference: prefix of the commit or source hash of the program that others are compared with; by default, for each
+    configuration, the program that ran beside others in the most sittings. gap_minutes: pause between two runs that
+    separates two sittings. ValueError names a damaged file, a folder without timed runs, or a reference without a
+    record.
     """
     found = [read_record(path.parent) for path in sorted(folder.rglob(RUN_JSON))]
     timed = [each for each in distinct(found)[0] if each.run["host"] is None and each.run["latency_ms"] is not None]
@@ -123,7 +123,7 @@ def _history(records: Sequence[Record], reference: str | None, gap: timedelta) -
 
 
 def _point(records: Sequence[Record], reference: Side | None, programs: int) -> Point:
-    """The point that a program's runs in a sitting are. programs: how many ran in it beside the reference."""
+    """Returns the point of a program's runs in a sitting. programs: number of programs in it beside the reference."""
     side = side_of_records(program_name(records[0]), records)
     if reference is None:
         because = ["no run of the reference in its sitting"]

@@ -8,7 +8,6 @@ from dlrm_bench.bench.compare.repeat import repeating_flags
 from dlrm_bench.bench.history.sittings import History, Point
 from dlrm_bench.bench.report.rounding import milliseconds, with_interval
 from dlrm_bench.bench.stats.change_points import FEWEST_POINTS, Change
-from dlrm_bench.bench.stats.statistics import Ratio
 
 
 def cells(point: Point) -> tuple[str, ...]:
@@ -33,13 +32,13 @@ def sentences(history: History) -> Iterator[str]:
     if len(judged) < FEWEST_POINTS:
         yield f"changes are looked for in {FEWEST_POINTS} points and more"
     elif not history.changes:
-        yield "no change is proven (5 % of series without one have one by chance)"
+        yield "no change is proven (in 5 % of series without a change, one is found by chance)"
     for change in history.changes:
         yield _change(history, judged, change)
 
 
 def _change(history: History, judged: list[Point], change: Change) -> str:
-    ratio = Ratio(*change.estimate.speedup())
+    ratio = change.estimate.speedup()
     word = "slower" if change.estimate.log > 0 else "faster"
     before, after = judged[change.at - 1], judged[change.at]
     first, last = judged[change.low - 1], judged[change.high]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.instruments.clock import IterationClock
-from dlrm_bench.bench.machine.description import GpuState, current_gpu, gpu_state, nvml_session
+from dlrm_bench.bench.machine.description import GpuState, current_gpu, gpu_state, gpu_uuid, nvml_session
 from dlrm_bench.bench.records.schema import SampleSeries, Telemetry, Throttling
 
 INTERVAL_S = 0.5
@@ -54,6 +54,8 @@ class Samples:
     stretches: list[int] = field(default_factory=list)
     """Stretch of iterations in which each state was seen, 0 in an evaluation; empty where all are of one stretch."""
     gc_iterations: list[int] = field(default_factory=list)
+    gpu: str | None = None
+    """UUID of the GPU; None where NVML does not know."""
     clock_jump_s: float = 0.0
 
 
@@ -113,6 +115,7 @@ class RunMonitor:
         torch.cuda.set_device(device)
         with nvml_session() as works:
             gpu = current_gpu() if works else None
+            self._samples.gpu = gpu_uuid(gpu)
             ended, begin = gpu is None, None
             while not ended:  # not before the first wait, when the GPU may still be idle
                 wait = _WARMUP_INTERVAL_S
@@ -129,6 +132,7 @@ def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> T
     """Returns the telemetry of all ranks' samples; energy is that after the first `warmup` iterations."""
     states = [state for samples in ranks for _, state in samples.states]
     throttling = [span for rank, samples in enumerate(ranks) for span in _spans(rank, samples)]
+    by_gpu = {samples.gpu or rank: samples for rank, samples in enumerate(ranks)}  # ranks may share one
     return Telemetry(
         interval_s=interval_s,
         samples=max(len(samples.states) for samples in ranks),
@@ -140,7 +144,7 @@ def summarize(ranks: Sequence[Samples], interval_s: float, warmup: int = 0) -> T
         clock_jump_s=_clock_jump_s(ranks),
         gc_iterations=sorted({iteration for samples in ranks for iteration in samples.gc_iterations}),
         ranks=[_series(samples, warmup) for samples in ranks],
-        joules_per_iteration=_joules_per_iteration(ranks, warmup),
+        joules_per_iteration=_joules_per_iteration(list(by_gpu.values()), warmup),
     )
 
 
@@ -149,12 +153,9 @@ def _series(samples: Samples, warmup: int) -> SampleSeries:
     early = [each for each in samples.states if each[0] < warmup]
     states = _evenly(early, KEPT_OF_WARMUP) + _evenly(samples.states[len(early) :], KEPT)
     return SampleSeries(
+        gpu=samples.gpu,
         iteration=[iteration for iteration, _ in states],
-        sm_clock_mhz=[state.sm_clock_mhz for _, state in states],
-        temperature_c=[state.temperature_c for _, state in states],
-        power_w=[state.power_w for _, state in states],
-        clocks_event_reasons=[state.clocks_event_reasons for _, state in states],
-        energy_j=[state.energy_j for _, state in states],
+        **{name: [getattr(state, name) for _, state in states] for name in GpuState._fields},  # type: ignore[typeddict-item]
     )
 
 
@@ -163,7 +164,7 @@ def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, Gp
     return states if n <= kept else [states[round(i * (n - 1) / (kept - 1))] for i in range(kept)]
 
 
-def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None:
+def _joules_per_iteration(gpus: Sequence[Samples], warmup: int) -> float | None:
     """Returns the energy of all GPUs for an iteration, in joules, by their energy counters; None where a GPU has none,
     or where a counter changed too seldom.
 
@@ -172,7 +173,7 @@ def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None
     left out.
     """
     total = 0.0
-    for samples in ranks:
+    for samples in gpus:
         energy, iterations, changes = 0.0, 0, 0
         for timed in _by_stretch(samples, warmup):
             changed = [new for old, new in pairwise(timed) if new[1] != old[1]]
@@ -183,7 +184,7 @@ def _joules_per_iteration(ranks: Sequence[Samples], warmup: int) -> float | None
         if changes < _FEWEST_CHANGES or iterations <= 0:
             return None
         total += energy / iterations
-    return total if ranks else None
+    return total if gpus else None
 
 
 def _by_stretch(samples: Samples, warmup: int) -> list[list[tuple[int, float]]]:

@@ -160,10 +160,8 @@ def _finds(rung: RungResult) -> str:
     return "" if value is None or interval is None else finds_from((interval[0], value, interval[1]))
 
 
-def ladder_spread_table(ladder: Ladder) -> Table | None:
-    """Returns the spread of each rung's runs, level by level; None for older ladders without it."""
-    if any("spread" not in rung for rung in ladder["rungs"]):
-        return None
+def ladder_spread_table(ladder: Ladder) -> Table:
+    """Returns the spread of each rung's runs, level by level."""
     title = "standard deviation of a run's median, level by level"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("rung", "iterations", "processes", "machines"):
@@ -174,10 +172,8 @@ def ladder_spread_table(ladder: Ladder) -> Table | None:
     return table
 
 
-def ladder_clock_table(ladder: Ladder) -> Table | None:
-    """Time by the clock beside the median, power and clock of each rung; None of ladders that do not say."""
-    if any("by_clock_ms" not in rung for rung in ladder["rungs"]):
-        return None
+def ladder_clock_table(ladder: Ladder) -> Table:
+    """Time by the clock beside the median, power and clock of each rung."""
     title = "elapsed time over iterations beside the median, and the GPUs meanwhile"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("rung", "timed, s", "median, ms", "by clock, ms", "W a GPU", "SM clock, MHz"):

@@ -11,43 +11,44 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LadderCommand:
-    """Runs the rungs of a ladder in turn, A B C A B C ..., each run in fresh processes; prints and writes the result.
+    """Runs the rungs of a ladder in rounds, in balanced order (A B C, C B A, ...), each run in fresh processes; prints
+    and writes the result.
 
-    Flags from --preset on are those of launch/dlrm.py and hold for all rungs.
+    Flags from --preset on are flags of launch/dlrm.py and apply to all rungs.
     """
 
     rungs: str = "stock"
-    """Ladder of the preset's benchmark. All have stock (in each precision), full (every optimisation), ends (first and
-    last rung of full) and same (one rung twice: A/A). Others are of some benchmarks; an unknown name is answered with
-    those of the preset's: main (full with fewer rungs), baselines (reference, tuned and compiled stock, and the last
-    rung of full), static (full's first two rungs, fused kernels, the static pipeline), static-ends (stock, fused
-    kernels and the last rung of static), dynamic-rows (the last rung, and with --dynamic-rows), five-stage
-    (each rung adds one switch), five-stage-trim-first (the same switches in another order), tiers (half of the rows in
-    host memory, by TorchRec and by --table-memory, and none), cached-tables (rows in host memory behind TorchRec's
-    caches, fetched a batch ahead by its own pipeline and by five-stage), fp8 (ends and --fp8), reading (the last rung
-    on random batches and on the day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu
-    (runs without a GPU)."""
+    """Name of a ladder of the preset's benchmark. Every benchmark has stock (in each precision), full (every
+    optimisation), ends (first and last rung of full) and same (one rung twice: A/A). Some benchmarks have more; the
+    error for an unknown name lists the ladders of the preset's benchmark: main (full with fewer rungs), baselines
+    (reference, tuned and compiled stock, and the last rung of full), static (full's first two rungs, fused kernels, the
+    static pipeline), static-ends (stock, fused kernels and the last rung of static), dynamic-rows (the last rung
+    without and with --dynamic-rows), five-stage (each rung adds one switch), five-stage-trim-first (the same switches
+    in another order), tiers (half of the rows in host memory, by TorchRec and by --table-memory, and none),
+    cached-tables (rows in host memory behind TorchRec's caches, fetched a batch ahead by its own pipeline and by
+    five-stage), fp8 (ends and --fp8), reading (the last rung on random batches and on the day files of --data.path),
+    same-pipelines (one rung of each pipeline twice) and cpu (runs without a GPU)."""
     rounds: int | Literal["auto"] = 5
-    """Number of runs of each rung; one round alone proves nothing. auto: until rounds find differences of --detect."""
+    """Number of runs of each rung; one round alone proves nothing. auto: until a difference of --detect is found."""
     detect: str = "2%"
-    """Smallest difference that --rounds auto is to find, with a probability of 80 %."""
+    """Smallest difference that --rounds auto shall find, with a probability of 80 %."""
     max_rounds: int = 40
-    """Largest number of rounds of --rounds auto."""
+    """Maximum number of rounds for --rounds auto."""
     max_minutes: float | None = None
-    """Minutes after which no other round begins."""
+    """Number of minutes after which no new round begins."""
     host: bool = False
     """Profile each rung once, after all rounds: CPU time, launches, syncs, copies, GPU idle fraction."""
     nproc: int | None = None
     """Number of processes of a run; by default one for each GPU, or two without a GPU."""
     launch: str | None = None
-    """Command that starts each run, followed by the flags of launch/dlrm.py, in place of ranks on this machine:
-    launch/slurm/train.sbatch in a Slurm allocation."""
+    """Command that starts each run instead of local ranks; the flags of launch/dlrm.py follow it. In a Slurm
+    allocation: launch/slurm/train.sbatch."""
     seed: int = 0
     """Seed of the order within a round."""
     results_dir: Path = Path("results")
     """Folder in which the ladder's folder is made."""
     resume: Path | None = None
-    """Folder of an interrupted ladder, which continues by its plan; takes no other flag."""
+    """Folder of an interrupted ladder, which continues with its own plan; excludes all other flags."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Runs the ladder; returns the exit status."""

@@ -1,7 +1,7 @@
 """A ladder as a list of comparisons: each rung with the first one and with the one before, judged as one family."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,19 +84,22 @@ def as_judged(result: Result | None) -> Judged | None:
 
 
 def agreement_by_luck(rung: JudgedRung) -> str | None:
-    """Returns a sentence if the rung's rounds agree better with another's than their iterations let expect."""
+    """Returns a sentence for each other rung with which the rounds agree better than their iterations let expect."""
+    return "; ".join(dict.fromkeys(_agreements(rung))) or None
+
+
+def _agreements(rung: JudgedRung) -> Iterator[str]:
     for result in (rung.over_first, rung.over_previous):
         if result is None or not result.comparison.between_runs:
             continue
         between = result.comparison.spread(result.estimate)
         within = lucky(between, result.spread_of_runs(), True, result.estimate.freedom)
         if within is not None:
-            return (
+            yield (
                 f"the ratios of {rung.side.label} to {result.a.label} agree better from round to round "
                 f"({between:.2%}) than their iterations let expect ({within:.2%}): the interval is narrow by luck; run "
                 "more rounds"
             )
-    return None
 
 
 @dataclass(frozen=True, slots=True)

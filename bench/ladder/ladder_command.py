@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dlrm_bench.bench.compare.checks import percentage
-from dlrm_bench.bench.flags import preset_name
+from dlrm_bench.bench.forwarded import preset_name
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.analysis import (
     ladder_clock_table,

@@ -21,7 +21,7 @@ from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.ladder.analysis import host_cost, rung_results
 from dlrm_bench.bench.ladder.comparisons import precision_of
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
-from dlrm_bench.bench.machine.description import readable
+from dlrm_bench.bench.machine import cpu
 from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.records.json_file import json_text
 from dlrm_bench.bench.records.ladder import (
@@ -47,14 +47,11 @@ every second round from then on, where a linear drift has cancelled."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """The number of rounds of a ladder."""
+    """The number of rounds of a ladder, or its limit, and what ends it sooner: see Plan."""
 
     most: int
-    """Number of rounds, or its limit."""
     detect: float | None = None
-    """Difference (0.02: 2 %) that ends the ladder once the rounds find it; None for a fixed number of rounds."""
     minutes: float | None = None
-    """Minutes after which no other round begins; None for no limit."""
 
 
 def make_plan(
@@ -205,8 +202,7 @@ def _enough(
 
 def this_node() -> str:
     """Returns the host name and, on Linux, the random id of this boot, which tells hosts of one name apart."""
-    boot = readable(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    return f"{platform.node()} (boot {boot})"
+    return f"{platform.node()} (boot {cpu.boot_id()})"
 
 
 @contextlib.contextmanager

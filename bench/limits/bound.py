@@ -181,7 +181,7 @@ class RooflinePoint(NamedTuple):
 
 def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], GpuRates] | None:
     """Returns a profiled run's work whose FLOP or bytes are known, and the GPU's rates; None without a bound or
-    kernels.
+    such work.
 
     Bytes are those of GEMMs' operands and results, each moved once, and otherwise the bound's; a lookup counts an
     operation for each number that it adds, an update five.
@@ -216,7 +216,7 @@ def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], GpuRates] | No
     for name, spent in us.items():
         flop, moved = amounts[name]
         points.append(RooflinePoint(name, flop / moved, flop / spent * 1e6, spent))
-    return points, bound.rates
+    return (points, bound.rates) if points else None
 
 
 def _least(needs: Mapping[str, float]) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def efficiency_of(run: RunRecord) -> Efficiency | None:
     config, machine, samples = run["config"], run["machine"], run["samples_per_second"]
     if not machine["gpus"] or run["host"] is not None or not samples:
         return None
-    a_gpu = samples / config["world_size"]
+    a_gpu = samples / _gpus(run)
     peak = _peak_flop(run)
     benchmark = benchmark_of(config)
     needed = None
@@ -60,16 +60,26 @@ def sm_clock_of(run: RunRecord) -> float | None:
     return _median_of_samples(run, "sm_clock_mhz")
 
 
+def _gpus(run: RunRecord) -> int:
+    """Number of GPUs that the ranks run on, which may share some; older records do not tell, and have one a rank."""
+    ranks = run["config"]["world_size"]
+    return min(ranks, len(run["machine"].get("gpu_uuids", [])) or ranks)
+
+
 def _by_clock_ms(run: RunRecord) -> float | None:
     latency = run["latency_ms"]
     return latency.get("by_clock") if latency else None
 
 
 def _joules_per_iteration(run: RunRecord) -> float | None:
-    """The record's energy, unless GPUs cannot have drawn it: older records of evaluating runs count evaluations in."""
+    """The record's energy, unless GPUs cannot have drawn it: older records of evaluating runs count evaluations in, and
+    those of ranks that share GPUs count a GPU more than once."""
     conditions, ms = run.get("conditions"), _by_clock_ms(run)
     joules = conditions.get("joules_per_iteration") if conditions else None
     limit, gpus = run["machine"]["power_limit_w"], run["machine"]["gpus"]
+    ranks = conditions.get("ranks", []) if conditions else []
+    if _gpus(run) < run["config"]["world_size"] and not any(rank.get("gpu") for rank in ranks):
+        return None
     if joules is None or not (limit and ms and gpus):
         return joules
     return None if joules / (ms / 1000) / gpus > _ABOVE_LIMIT * limit else joules

@@ -1,6 +1,5 @@
 """Kernels of profiled runs beside the times of their work alone, as `dlrm-bench limits` measured them."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -64,7 +63,6 @@ class Work(NamedTuple):
     """Kernels that do one piece of work together, per iteration, and its best possible time."""
 
     name: str
-    kernels: list[str]
     stage: str
     """Stage of the longest kernel."""
     calls: float
@@ -97,8 +95,7 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
         known = ceilings not in unknown and (same_precision or ceilings in ((IDS,), (BATCH_COPY,)))
         best = sum(c["ms"] for c in limits["ceilings"] if known and c["name"].startswith(ceilings)) * 1000
         calls, us = (sum(kernel[field] for kernel in kernels) for field in ("calls", "us"))
-        names = [kernel["name"] for kernel in kernels]
-        work.append(Work(name, names, kernels[0]["stage"], calls, us, best or None))
+        work.append(Work(name, kernels[0]["stage"], calls, us, best or None))
     return sorted(work, key=lambda each: -each.us)
 
 
@@ -137,7 +134,7 @@ def check_same_work(limits: Limits, run: RunRecord) -> None:
 
     Smaller differences are caveats_of_floor.
     """
-    config = json.loads(json.dumps(limits["config"]))
+    config = limits["config"]
     for name in ("world_size", "local_batch_size", "model"):
         same = config[name] == run["config"].get(name) or (name == "model" and _need_the_same(config, run["config"]))
         if not same:

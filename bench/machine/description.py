@@ -197,6 +197,11 @@ def gpu_state(gpu: Any) -> GpuState:
     )
 
 
+def gpu_uuid(gpu: Any) -> str | None:
+    """Returns the UUID of the GPU of this handle, within an nvml_session; None where NVML does not know."""
+    return readable(lambda: str(pynvml.nvmlDeviceGetUUID(gpu)))
+
+
 def _find_gpu(uuid: str | None, bus_id: str | None) -> Any:
     """Returns NVML's handle of one GPU, by UUID, else by PCI bus id; None where NVML knows neither.
 

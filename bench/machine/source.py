@@ -10,6 +10,7 @@ It is made from the files that run, whether they lie in a checkout, in a copy of
 
 import hashlib
 import os
+import shutil
 import subprocess
 import tomllib
 from importlib import metadata
@@ -53,6 +54,15 @@ def source_hash(root: Path) -> str:
     """Returns the id of the git tree of the program's folders, from their present files."""
     folders = [name for name in PROGRAM if (root / name).is_dir()]
     return _tree_id([(b"40000", name, _folder_id(root / name)) for name in folders])
+
+
+def copy_source(root: Path, copy: Path) -> None:
+    """Copies the program's folders at `root` to `copy`, with all files of `source_hash` and no others; its hash is the
+    same where no file is a link. Links become files: MLPerf's checker takes those that are relative for broken ones."""
+    unwanted = shutil.ignore_patterns(*(f"*{ending}" for ending in _NOT_SOURCE), _BUILD)
+    for name in PROGRAM:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, copy / name, ignore=unwanted)
 
 
 def source_of_commit(root: Path, commit: str) -> str | None:

@@ -3,7 +3,6 @@
 A benchmark's ruleset has its own keys.
 """
 
-import json
 import logging
 import os
 import re
@@ -21,10 +20,9 @@ from mlperf_logging.mllog.mllog import MLLogger
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.config import MLPerfConfig
+from dlrm_bench.bench.mlperf.published_logs import read_mlperf_log
 
 RunStatus = Literal["success", "aborted"]
-
-_PREFIX = ":::MLLOG "
 
 
 class _LogFile(logging.FileHandler):
@@ -257,9 +255,9 @@ def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset
     # Only the word proves that the check ran to its end; a crash also has output.
     if process.returncode != 0 or "INFO - SUCCESS" not in process.stdout:
         refused = _refused_keys(process.stdout, pinned)
-        of_data = refused if refused and _run_status(log) == constants.SUCCESS else ()
+        of_data = refused if refused and read_mlperf_log(log)[-1].status == constants.SUCCESS else ()
         return ComplianceVerdict(False, process.stdout, of_data)
-    status = _run_status(log)
+    status = read_mlperf_log(log)[-1].status
     if status != constants.SUCCESS:
         return ComplianceVerdict(False, f"{process.stdout}ERROR - run_stop has status {status!r}, not 'success'\n")
     return ComplianceVerdict(True, process.stdout)
@@ -274,14 +272,3 @@ def _refused_keys(output: str, pinned: frozenset[str]) -> tuple[str, ...]:
     if not all(key is not None and key[1] in pinned for key in keys):
         return ()
     return tuple(dict.fromkeys(key[1] for key in keys if key is not None))
-
-
-def _run_status(log: Path) -> str | None:
-    """Status of the last run_stop in a log whose lines are all well-formed."""
-    status = None
-    for line in log.read_text(encoding="utf-8").splitlines():
-        if line.startswith(_PREFIX):
-            event = json.loads(line.removeprefix(_PREFIX))
-            if event["key"] == constants.RUN_STOP:
-                status = event["metadata"]["status"]
-    return status

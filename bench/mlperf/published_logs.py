@@ -67,8 +67,6 @@ class MLPerfRun:
     """Largest fraction of the epoch that any event names."""
     auc: float | None = None
     """AUC of the last evaluation."""
-    best_auc: float = 0.0
-    """The largest of all evaluations."""
     target_ms: float | None = None
     """Unix time of the first AUC that reached the target of the closed division."""
     blocks: list[Block] = field(default_factory=list)
@@ -278,9 +276,8 @@ class _Reader:
 
     def _judge(self, run: MLPerfRun, time: float) -> None:
         """Takes in the AUC of an evaluation."""
-        run.best_auc = max(run.best_auc, run.auc or 0.0)
         rules = run.known.ruleset if run.known is not None else None
-        if run.target_ms is None and rules is not None and run.best_auc >= rules.target_auc:
+        if run.target_ms is None and rules is not None and (run.auc or 0.0) >= rules.target_auc:
             run.target_ms = time
 
 

@@ -246,12 +246,12 @@ def measured_costs(limits: Limits) -> GpuCosts:
             "larger --local-batch-size"
         )
     memory = [c["amount"] / (c["ms"] * 1e3) for c in limits["ceilings"] if c["name"].startswith("memory: ")]
-    base, rate = costs_of(name), max(memory)
+    base, rate, gpus_of_node = costs_of(name), max(memory), machine["gpus"] / machine["nodes"]
     measured_on = f"{name} (limits {limits['id']}; tables scaled from {base.measured_on}'s by the memory rate)"
     return replace(
         base.at_memory_rate(rate, measured_on),
         memory_bytes=int(memory_gb * 1e9),
-        host_memory_bytes=int(host_gb * 1e9 / machine["gpus"]) if host_gb else base.host_memory_bytes,
+        host_memory_bytes=int(host_gb * 1e9 / gpus_of_node) if host_gb else base.host_memory_bytes,
         all_to_all_us=all_to_all_us,
         all_to_all_bytes_per_us=1 / us_per_byte,
     )

@@ -30,9 +30,7 @@ from dlrm_bench.bench.records.schema import Kernel, Profile, Span
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, which reads records only
-    from dlrm_bench.dlrm.dense.tallies import Tallies
     from dlrm_bench.pipeline.interface import Pipeline
-    from dlrm_bench.pipeline.state import StateBlocks
 
 MEASURED = 50
 """Number of iterations after the warm-up in which CPU time is measured, without the profiler."""
@@ -92,45 +90,9 @@ class ProfiledPipeline:
             self._on.close()
         return loss
 
-    def prepare(self, batch: Any) -> Any:
-        """Calls the pipeline's prepare, as the following methods call theirs."""
-        return self._pipeline.prepare(batch)
-
-    def warm_up(self, evaluates: bool) -> None:
-        """See prepare."""
-        self._pipeline.warm_up(evaluates)
-
-    def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """See prepare."""
-        return self._pipeline.evaluate(batches)
-
-    def describe(self) -> dict[str, Any]:
-        """See prepare."""
-        return self._pipeline.describe()
-
-    def set_learning_rate(self, value: float) -> None:
-        """See Pipeline."""
-        self._pipeline.set_learning_rate(value)
-
-    def go_on_after(self, iterations: int) -> None:
-        """See Pipeline."""
-        self._pipeline.go_on_after(iterations)
-
-    def tallies(self) -> "Tallies":
-        """See prepare."""
-        return self._pipeline.tallies()
-
-    def state_blocks(self) -> "StateBlocks":
-        """See prepare."""
-        return self._pipeline.state_blocks()
-
-    def take_blocks(self, blocks: "StateBlocks") -> None:
-        """See prepare."""
-        self._pipeline.take_blocks(blocks)
-
-    def close(self) -> None:
-        """See prepare."""
-        self._pipeline.close()
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the pipeline has under this name: of its other methods nothing is measured."""
+        return getattr(self._pipeline, name)
 
     def profile(self) -> Profile:
         """Writes the traces and returns their analysis, as mean of the ranks. Collective, after training."""
@@ -152,12 +114,8 @@ class ProfiledPipeline:
             own["host"] |= trace.calls
             own["stages_ms"] = trace.gpu_stages_ms or trace.host_stages_ms
             own["host_stages_ms"], own["timeline"], own["kernels"] = trace.host_stages_ms, trace.timeline, trace.kernels
-            if trace.gpu_busy_ms is not None:
-                own["gpu"] = {
-                    "busy_ms": trace.gpu_busy_ms,
-                    "computing_ms": trace.gpu_computing_ms or 0.0,
-                    "idle_fraction": trace.gpu_idle_fraction or 0.0,
-                }
+            if trace.gpu is not None:
+                own["gpu"] = trace.gpu._asdict() | {"idle_fraction": trace.gpu.idle_fraction or 0.0}
         everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, own)
         return mean_of_ranks(everyone)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dlrm_bench.bench.doctor.trace import (
     CALLS,
     Call,
+    GPUTimes,
     HostWork,
     busy_us,
     gpu_times,
@@ -38,13 +39,7 @@ class TraceSummary:
     """kernel_launches, graph_launches, stream_syncs, memcpy_calls, d2h_copies."""
     host_stages_ms: dict[str, float]
     """Time of the launching threads within each stage, waiting included; 'other' is the rest of the iteration."""
-    gpu_busy_ms: float | None
-    """Time in which at least one kernel or copy ran. A collective that waits for other ranks counts as running."""
-    gpu_computing_ms: float | None
-    """The same without collectives: the GPU's own work, however long ranks wait for one another."""
-    gpu_idle_fraction: float | None
-    """Time without any kernel or copy, as a share of that from the first to the end of the last. The profiler slows the
-    host, and so enlarges it where the GPU waits for the host."""
+    gpu: GPUTimes | None
     gpu_stages_ms: dict[str, float] | None
     """Sum of the durations of each stage's kernels and copies; overlapping ones add up to more than busy."""
     kernels: list[Kernel] | None
@@ -66,9 +61,7 @@ def summarize_trace(events: Iterable[dict[str, Any]]) -> TraceSummary:
     return TraceSummary(
         calls={name: count / n for name, count in calls.items()},
         host_stages_ms={name: us / n / 1000 for name, us in host.stages_us.items()},
-        gpu_busy_ms=times and times.busy_ms,
-        gpu_computing_ms=times and times.computing_ms,
-        gpu_idle_fraction=times and times.idle_fraction,
+        gpu=times,
         gpu_stages_ms=_gpu_stages(gpu, n) if times else None,
         kernels=_kernels(gpu, n) if times else None,
         timeline=_gpu_timeline(gpu, starts) if times else _host_timeline(host, starts),

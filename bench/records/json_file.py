@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 _WAY_OUT = "restore the file or leave it out"
+T = TypeVar("T")
 _LINE = 160
 """Number of columns of a line of `json_text`."""
 
@@ -26,6 +27,17 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is corrupt: nested too deeply; {_WAY_OUT}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is corrupt at byte {error.start}: not UTF-8; {_WAY_OUT}") from error
+
+
+def read_form(path: Path, form: type[T], schemas: Sequence[int], way_out: str) -> T:
+    """Returns the content of a JSON file of a form, as check_form takes it. ValueError, naming the file and, where it
+    cannot be read, a way out."""
+    try:
+        content: Any = read_json(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): {way_out}") from error
+    check_form(path, content, form, schemas)
+    return cast(T, content)
 
 
 def json_text(value: Any, indent: int = 0) -> str:

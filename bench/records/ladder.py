@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from dlrm_bench.bench.records.json_file import check_form, read_json
+from dlrm_bench.bench.records.json_file import read_form
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
-from dlrm_bench.bench.stats.statistics import mean_statistics
 
 LADDER_JSON = "ladder.json"
 LADDER_SCHEMA = 1
@@ -153,15 +152,12 @@ class HostCost(TypedDict):
 
 
 def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> tuple[Ladder, dict[str, list[Record]]]:
-    """Returns ladder.json in `folder`, its optional fields filled in, and the members of each rung by its name.
+    """Returns ladder.json in `folder` and the members of each rung by its name.
 
     read: reads a member. ValueError, naming the file, if it or a member is missing or damaged.
     """
     ladder = read_ladder_json(folder)
     members = {rung["name"]: [read(folder / record) for record in rung["records"]] for rung in ladder["rungs"]}
-    for rung in ladder["rungs"]:
-        if "p99_ms" not in rung:
-            rung["p99_ms"] = mean_statistics([record.latencies_ms for record in members[rung["name"]]])["p99"]
     return ladder, members
 
 
@@ -193,32 +189,15 @@ def run_id(number: int, rung: str) -> str:
 
 def read_plan(folder: Path) -> Plan:
     """Returns plan.json in `folder`; ValueError, naming the file, if it is missing or damaged."""
-    file = folder / PLAN_JSON
-    try:
-        content: Any = read_json(file)
-    except OSError as error:
-        raise ValueError(
-            f"{file} cannot be read ({error.strerror}): name the folder of an interrupted ladder"
-        ) from error
-    check_form(file, content, Plan, (PLAN_SCHEMA,))
-    plan: Plan = content
-    return plan
+    return read_form(folder / PLAN_JSON, Plan, (PLAN_SCHEMA,), "name the folder of an interrupted ladder")
 
 
 def read_ladder_json(folder: Path) -> Ladder:
-    """Returns ladder.json in `folder`, without its members; an older one stays without p99_ms.
-
-    ValueError, naming the file, if it is missing or damaged.
-    """
-    file = folder / LADDER_JSON
-    try:
-        content: Any = read_json(file)
-    except OSError as error:
-        unfinished = (folder / PLAN_JSON).exists()
-        way_out = f"finish it with dlrm-bench ladder --resume {folder}" if unfinished else "name the folder of a ladder"
-        raise ValueError(f"{file} cannot be read ({error.strerror}): {way_out}") from error
-    check_form(file, content, Ladder, (LADDER_SCHEMA,))
-    ladder: Ladder = content
+    """Returns ladder.json in `folder`, without its members; ValueError, naming the file, if it is missing or
+    damaged."""
+    unfinished = (folder / PLAN_JSON).exists()
+    way_out = f"finish it with dlrm-bench ladder --resume {folder}" if unfinished else "name the folder of a ladder"
+    ladder = read_form(folder / LADDER_JSON, Ladder, (LADDER_SCHEMA,), way_out)
     for rung in ladder["rungs"]:
         rung.setdefault("note", "")
         rung.setdefault("host", None)

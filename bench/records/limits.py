@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dlrm_bench.bench.profile.kernel_names import STAGES
-from dlrm_bench.bench.records.json_file import check_form, read_json
+from dlrm_bench.bench.records.json_file import read_form
 from dlrm_bench.bench.records.schema import Git, Machine
 
 LIMITS_JSON = "limits.json"
@@ -67,13 +67,7 @@ def read_limits(path: Path) -> Limits:
     """Returns limits.json in folder `path`, or the file itself. ValueError, naming the file, if it is missing or
     damaged."""
     file = path / LIMITS_JSON if path.is_dir() else path
-    try:
-        content: Any = read_json(file)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): `dlrm-bench limits` makes one") from error
-    check_form(file, content, Limits, (LIMITS_SCHEMA,))
-    limits: Limits = content
-    return limits
+    return read_form(file, Limits, (LIMITS_SCHEMA,), "`dlrm-bench limits` makes one")
 
 
 def best_rate(limits: Limits, name: str) -> float | None:

@@ -26,14 +26,13 @@ from dlrm_bench.bench.records.schema import (
     Checkpointing,
     Git,
     LatencySummary,
+    Losses,
     Machine,
     Profile,
     Provenance,
     RunRecord,
     Telemetry,
     Training,
-    TrainingStatus,
-    TrainMetricValues,
 )
 from dlrm_bench.bench.records.upgrade import check_readable, upgraded
 from dlrm_bench.bench.stats.series import by_clock, drift_within, median_ci95, slowest_rank, summary_statistics
@@ -60,18 +59,6 @@ class Record:
     def latencies_ms(self) -> np.ndarray:
         """Latencies [n] of the iterations after the warm-up, each that of its slowest rank."""
         return slowest_rank(self.iterations_ms, self.run["warmup_iterations"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOutcome:
-    """The results of the training loop at its end; the fields are those of Training."""
-
-    status: TrainingStatus
-    epoch_num: float
-    auc: float | None = None
-    target: float | None = None
-    best_auc: float | None = None
-    train_metrics: TrainMetricValues | None = None
 
 
 def new_run_id(machine_short: str, preset: str, now: datetime) -> str:
@@ -148,8 +135,7 @@ def build_record(
     world_size: int,
     machine: Machine,
     iterations_ms: np.ndarray,
-    losses: np.ndarray | Sequence[float],
-    training: TrainingOutcome | None,
+    training: Training | None,
     pipeline: dict[str, Any],
     peak_memory_bytes: Sequence[int] | None = None,
     telemetry: Telemetry | None = None,
@@ -161,9 +147,8 @@ def build_record(
 ) -> RunRecord:
     """Assembles run.json.
 
-    iterations_ms: float32 [ranks, iterations]. losses: [iterations]. peak_memory_bytes: one number for each rank.
-    profile: None unless the run is a profiled one. warmup: iterations that are not timed; None for as many as were
-    configured.
+    iterations_ms: float32 [ranks, iterations]. peak_memory_bytes: one number for each rank. profile: None unless the
+    run is a profiled one. warmup: iterations that are not timed; None for as many as were configured.
     """
     global_batch_size = config.local_batch_size * world_size
     warmup = config.warmup_iterations if warmup is None else warmup
@@ -187,7 +172,7 @@ def build_record(
         conditions=telemetry,
         sample_sizes=None if sample_sizes is None else dict(sample_sizes),
         checkpoints=checkpoints,
-        training=_training(training, losses) if training else None,
+        training=training,
     )
     record["efficiency"] = efficiency_of(record)
     return record
@@ -267,19 +252,11 @@ def _set_by_clock(record: RunRecord, iterations_ms: np.ndarray) -> None:
             record["samples_per_second"] = samples / latency["by_clock"] * 1000
 
 
-def _training(outcome: TrainingOutcome, losses: np.ndarray | Sequence[float]) -> Training:
-    first, last = (float(losses[0]), float(losses[-1])) if len(losses) else (math.nan, math.nan)
-    training = Training(
-        losses={"first": first if math.isfinite(first) else None, "last": last if math.isfinite(last) else None},
-        auc=outcome.auc,
-        target=outcome.target,
-        best_auc=outcome.best_auc,
-        epoch_num=outcome.epoch_num,
-        status=outcome.status,
-    )
-    if outcome.train_metrics is not None:
-        training["train_metrics"] = outcome.train_metrics
-    return training
+def first_and_last(losses: Sequence[float]) -> Losses:
+    """Returns the losses of the first and the last iteration, None where they are not finite."""
+    ends = (losses[0], losses[-1]) if losses else (math.nan, math.nan)
+    first, last = (loss if math.isfinite(loss) else None for loss in ends)
+    return Losses(first=first, last=last)
 
 
 def of_numpy(error: Exception) -> str:

@@ -241,6 +241,9 @@ class Efficiency(TypedDict):
 class SampleSeries(TypedDict):
     """Samples of one rank's GPU by NVML, in the order of time; of many, 10 of the warm-up and 100 after it."""
 
+    gpu: NotRequired[str | None]
+    """UUID of the GPU, which ranks may share; None where NVML does not know. Records without this field count the
+    energy of a GPU once for each of its ranks."""
     iteration: list[int]
     """Iterations launched by then."""
     sm_clock_mhz: list[float | None]
@@ -274,18 +277,6 @@ class Checkpointing(TypedDict):
     """Number of snapshots that were due while the only memory for them was not yet on disk."""
 
 
-class SavedCheckpoint(TypedDict):
-    """A checkpoint that the run wrote."""
-
-    iteration: int
-    gb: float
-    """Size of weights and optimizer state of all ranks."""
-    paused_s: float
-    """Seconds for which the training waited."""
-    write_s: float
-    """Seconds until all was on disk, with those of `paused_s` where the training waited for all of it."""
-
-
 class TakenSnapshot(TypedDict):
     """A snapshot that the run took in the memory of its node."""
 
@@ -294,6 +285,13 @@ class TakenSnapshot(TypedDict):
     """Size of weights and optimizer state of all ranks."""
     paused_s: float
     """Seconds for which the training waited."""
+
+
+class SavedCheckpoint(TakenSnapshot):
+    """A checkpoint that the run wrote."""
+
+    write_s: float
+    """Seconds until all was on disk, with those of `paused_s` where the training waited for all of it."""
 
 
 class ResumedFrom(TypedDict):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Report:
     """Writes one self-contained HTML page, and its pictures, from all records in the named folders.
 
-    The page opens with the ladder after --first, or else with the newest ladder of the first folder in which a ladder
-    proves that its last rung is faster than its first.
+    The page opens with the ladder that --first names, or else with the newest ladder of the first folder in which a
+    ladder proves that its last rung is faster than its first.
     """
 
     paths: Positional[tuple[Path, ...]]
@@ -43,9 +43,9 @@ class Report:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Tables:
-    """Renders the tables of Markdown files anew from the records that they name: dlrm-bench tables README.md results
+    """Renders the tables of Markdown files from the records that they name: dlrm-bench tables README.md results
 
-    Tables stand between two comments, whose form bench/report/markdown.py describes.
+    A table is enclosed by two comments; bench/report/markdown.py describes their form.
     """
 
     files: Positional[tuple[Path, ...]]

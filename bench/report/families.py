@@ -5,63 +5,22 @@ named first, the user's own, come before those of the others.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrm_bench.bench.compare.comparability import caveats
-from dlrm_bench.bench.compare.sides import Side, side_of_records
+from dlrm_bench.bench.compare.sides import side_of_records
 from dlrm_bench.bench.ladder.analysis import proven
-from dlrm_bench.bench.limits.efficiency import efficiency_of_runs
 from dlrm_bench.bench.limits.floor import Work, caveats_of_floor, check_same_work, work_of_kernels
 from dlrm_bench.bench.profile.kernel_names import short_kernel_name
-from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
-from dlrm_bench.bench.records.schema import Efficiency, Machine
-from dlrm_bench.bench.report.sources import LadderRuns, Sources
+from dlrm_bench.bench.report.sources import Family, Sources, machine_in_words
 
 NO_LADDER = "runs in no ladder"
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A ladder's runs by rung, or the runs in no ladder by the name of their folder."""
-
-    name: str
-    ladder: Ladder | None
-    origin: int = 0
-    """Place of its folder among those named for the report."""
-    sides: dict[str, Side] = field(default_factory=dict)
-    timed: dict[str, list[Record]] = field(default_factory=dict)
-    profiled: dict[str, Record] = field(default_factory=dict)
-
-    def records(self) -> Iterator[Record]:
-        """Yields all runs, timed and profiled."""
-        for records in self.timed.values():
-            yield from records
-        yield from self.profiled.values()
-
-    def first(self) -> Record:
-        """Returns one of its runs: those of a ladder share machine and preset."""
-        return next(self.records())
-
-    def efficiency(self) -> dict[str, Efficiency]:
-        """Returns the efficiency of each configuration in time and power, medians of its runs; configurations without
-        one are absent."""
-        found = {name: efficiency_of_runs([record.run for record in records]) for name, records in self.timed.items()}
-        return {name: each for name, each in found.items() if each is not None}
-
-    def title(self) -> str:
-        """Returns machine and preset in words, and the size of a ladder."""
-        if self.ladder is None:
-            return "Runs in no ladder"
-        run = self.first().run
-        rounds = "1 round" if self.ladder["rounds"] == 1 else f"{self.ladder['rounds']} rounds"
-        work = f"{run['config']['preset']}, {run['config']['local_batch_size']} samples a rank"
-        return f"{machine_in_words(run['machine'])}, {work}: {len(self.timed)} rungs, {rounds}"
 
 
 def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = None) -> list[Family]:
@@ -72,15 +31,9 @@ def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = 
     if none does. ValueError if `first` is no ladder of the sources.
     """
     by_folder = {
-        runs.folder.resolve(): Family(
-            name=_name(runs, paths),
-            ladder=runs.ladder,
-            origin=_origin(runs.folder, paths),
-            sides=runs.sides,
-            timed=runs.timed,
-            profiled=runs.profiled,
-        )
-        for runs in sources.ladders
+        folder.resolve(): replace(each, name=_name(each.name, folder, paths), origin=_origin(folder, paths))
+        for each in sources.ladders
+        if (folder := each.folder) is not None
     }
     if first is not None and first.resolve() not in by_folder:
         raise ValueError(f"--first {first} is no ladder of the report: name the folder of a ladder in one of its paths")
@@ -92,12 +45,6 @@ def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = 
         ladders = [headline, *(family for family in ladders if family is not headline)]
     alone = _in_no_ladder(sources, paths)
     return [*ladders, alone] if alone.timed or alone.profiled else ladders
-
-
-def machine_in_words(machine: Machine) -> str:
-    """Returns '4 x H200', or 'CPU'; '2 nodes of 4 x H200' where there are several nodes."""
-    one = f"{machine['gpus']} x {str(machine['gpu']).removeprefix('NVIDIA ')}" if machine["gpus"] else "CPU"
-    return f"{machine['nodes']} nodes of {one}" if machine["nodes"] > 1 else one
 
 
 def all_doubts(shown: Sequence[Family]) -> dict[str, dict[str, int]]:
@@ -146,10 +93,7 @@ def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[
             beside = "; ".join((limits["id"], *caveats_of_floor(limits, profiled.run)))
             found[label] = (beside, work_of_kernels(limits, profiled.run))
         elif kernels:
-            alone = [
-                Work(name := short_kernel_name(k["name"]), [name], k["stage"], k["calls"], k["us"], None)
-                for k in kernels
-            ]
+            alone = [Work(short_kernel_name(k["name"]), k["stage"], k["calls"], k["us"], None) for k in kernels]
             found[label] = (None, alone)
     return found
 
@@ -166,13 +110,13 @@ def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
     return same
 
 
-def _name(runs: LadderRuns, paths: Sequence[Path]) -> str:
+def _name(name: str, folder: Path, paths: Sequence[Path]) -> str:
     """Returns the name of a ladder's folder, with that of the folder above where it is not directly in a folder of the
     report."""
-    above = runs.folder.resolve().parent
+    above = folder.resolve().parent
     roots = {path.resolve() for path in paths}
     deeper = above not in roots and any(above.is_relative_to(root) for root in roots)
-    return f"{above.name}/{runs.name}" if deeper else runs.name
+    return f"{above.name}/{name}" if deeper else name
 
 
 def _origin(folder: Path, paths: Sequence[Path]) -> int:
@@ -193,14 +137,10 @@ def _created(family: Family) -> str:
     return family.ladder["created"]
 
 
-def _gpus(family: Family) -> int:
-    machine = family.first().run["machine"]
-    return machine["nodes"] * machine["gpus"]
-
-
 def _kind(family: Family) -> tuple[int, str]:
     """Returns a key by which machines with the most GPUs come first."""
-    return -_gpus(family), machine_in_words(family.first().run["machine"])
+    machine = family.first().run["machine"]
+    return -machine["gpus"], machine_in_words(machine)
 
 
 def _in_no_ladder(sources: Sources, paths: Sequence[Path]) -> Family:

@@ -24,12 +24,12 @@ from dlrm_bench.bench.ladder.analysis import HOST_COLUMNS, host_cells, lucky, pr
 from dlrm_bench.bench.limits.floor import WORK_SHOWN, best_cells
 from dlrm_bench.bench.mlperf.published_logs import LOG_COLUMNS, log_row
 from dlrm_bench.bench.report import pictures
-from dlrm_bench.bench.report.families import Family, all_doubts, families, machine_in_words, machines, works
+from dlrm_bench.bench.report.families import all_doubts, families, machines, works
 from dlrm_bench.bench.report.output import check_output, write_files
 from dlrm_bench.bench.report.pictures import Picture, Works
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.rounding import milliseconds, times, with_interval
-from dlrm_bench.bench.report.sources import Sources, find, read_sources
+from dlrm_bench.bench.report.sources import Family, Sources, find, machine_in_words, read_sources
 from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 
 PAGE = "index.html"

@@ -18,9 +18,10 @@ from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.report import plots
-from dlrm_bench.bench.report.families import Family, machine_in_words, same_work
+from dlrm_bench.bench.report.families import same_work
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.roofline import roofline
+from dlrm_bench.bench.report.sources import Family, machine_in_words
 from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 Works = Mapping[str, tuple[str | None, list[Work]]]
@@ -109,7 +110,7 @@ def _roofline(family: Family, place: str) -> Iterator[Picture]:
     """Yields a picture of the last profiled run of a GPU with known rates, and of work with known FLOP and bytes."""
     for label, profiled in reversed(family.profiled.items()):
         found = roofline_points(profiled.run)
-        if found is not None and found[0]:
+        if found is not None:
             precision = profiled.run["config"]["precision"]
             yield Picture(
                 kind="roofline",
@@ -284,7 +285,7 @@ def _fastest(shown: Sequence[Family], benchmark: str) -> list[tuple[str, Side]]:
             record = family.timed[name][0]
             if record.run["config"].get("benchmark") == benchmark and _on_gpus_with_full_tables(record):
                 machine = record.run["machine"]
-                kinds.setdefault((machine["nodes"] * machine["gpus"], side.global_batch_size), []).append(name)
+                kinds.setdefault((machine["gpus"], side.global_batch_size), []).append(name)
         for kind, names in kinds.items():
             fastest = min(names, key=lambda name: family.sides[name].by_clock())
             chosen = dict.fromkeys((names[0], fastest)) if family.ladder else [fastest]

@@ -53,7 +53,7 @@ def distributions(series: Mapping[str, tuple[np.ndarray, Mapping[Metric, float]]
 
 def time_series(name: str, latencies_ms: np.ndarray, warmup: int, marks: SeriesMarks) -> Figure:
     """Draws every iteration [n] of one run, ms, with the warm-up shaded and its marks."""
-    figure, axes = _figure(2.2)
+    figure, axes = new_figure(2.2)
     axes.plot(np.arange(len(latencies_ms)), latencies_ms, color=_DARK, linewidth=0.7, rasterized=True)
     axes.axvspan(0, warmup, facecolor=_LIGHT, hatch="//", edgecolor=_MID, linewidth=0, label="warm-up")
     for i, (first, last) in enumerate(marks.throttled):
@@ -141,8 +141,8 @@ def waterfall(ladder: Ladder) -> Figure:
         before = now
     return _explained(
         figure,
-        "median ms; hatched: saved by this rung, dark: lost; x: times faster than the rung before,\n"
-        "~: not proven, in brackets: than the first rung",
+        "median ms; hatched: saved by this rung, dark: lost; x: times as fast as the rung before,\n"
+        "~: not proven, in brackets: as the first rung",
     )
 
 
@@ -171,7 +171,8 @@ def published(rows: Sequence[tuple[str, float, bool]]) -> Figure:
     return _explained(figure, "mean ms per iteration; solid: ours")
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
+def new_figure(height: float) -> tuple[Figure, Axes]:
+    """Returns a figure of WIDTH and this height in inches, and its axes."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")  # no pyplot: no window, no state to close
     return figure, _plain(figure.add_subplot())
 
@@ -179,7 +180,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 def _rows(names: list[str], inches: float = 0.3, around: float = 0.9, wrap: int = 24) -> tuple[Figure, Axes]:
     """Returns a figure with a row of `inches` for each name, more where its lines of `wrap` characters need more."""
     lines = max(len(textwrap.wrap(name, wrap)) for name in names)
-    figure, axes = _figure(max(inches, 0.17 * lines) * len(names) + around)
+    figure, axes = new_figure(max(inches, 0.17 * lines) * len(names) + around)
     _names(axes, names, wrap)
     return figure, axes
 

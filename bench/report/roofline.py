@@ -14,7 +14,7 @@ from rich.console import Console
 from dlrm_bench.bench.limits.bound import NO_BOUND, RooflinePoint, bound_table, roofline_points
 from dlrm_bench.bench.records.limits import Limits
 from dlrm_bench.bench.records.schema import RunRecord
-from dlrm_bench.bench.report.plots import WIDTH
+from dlrm_bench.bench.report.plots import new_figure
 from dlrm_bench.dlrm.runtime.gpu_types import GpuRates
 
 _FONT = 8
@@ -39,20 +39,22 @@ def print_bounds(
 
 
 def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
-    """Draws the first profiled run of a GPU with known rates. ValueError without one."""
+    """Draws the first profiled run of a GPU with known rates and of known work. ValueError without one."""
     for run in runs:
         found = roofline_points(run)
         if found is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             roofline(run["id"], *found, run["config"]["precision"]).savefig(path, dpi=_DPI)
             return
-    raise ValueError("--roofline needs a profiled run of a GPU whose rates are known in --above: see dlrm-bench host")
+    raise ValueError(
+        "--roofline needs a profiled run in --above, of a GPU with known rates and with GEMMs, lookups or updates of "
+        "tables among its kernels: see dlrm-bench host"
+    )
 
 
 def roofline(name: str, points: Sequence[RooflinePoint], rates: GpuRates, precision: str) -> Figure:
     """Returns the roofs of a GPU, and each piece of work as a point."""
-    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure(3.2)
     most = rates.flop[precision]
     least_x = min(0.1, *(point.intensity for point in points)) / 2
     x = np.geomspace(least_x, 10 * most / rates.memory, 200)
@@ -67,8 +69,6 @@ def roofline(name: str, points: Sequence[RooflinePoint], rates: GpuRates, precis
     axes.text(0.98, 0.05, "\n".join(notes), transform=axes.transAxes, fontsize=_FONT, ha="right")
     axes.set_xlabel("FLOP for a byte of memory", fontsize=_FONT)
     axes.set_ylabel("TFLOP/s", fontsize=_FONT)
-    axes.tick_params(labelsize=_FONT)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
         f"{name}\n{most / 1e12:.0f} TFLOP/s in {precision}, {rates.memory / 1e12:.1f} TB/s", fontsize=_FONT, loc="left"
     )

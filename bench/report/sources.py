@@ -8,35 +8,65 @@ from typing import Literal
 
 from dlrm_bench.bench.compare.sides import REFERENCE_LOGS, Side, read_side, side_of_records
 from dlrm_bench.bench.ladder.analysis import read_judged_ladder
+from dlrm_bench.bench.limits.efficiency import efficiency_of_runs
 from dlrm_bench.bench.records.distinct import distinct, record_key
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder
 from dlrm_bench.bench.records.limits import LIMITS_JSON, Limits, read_limits
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
+from dlrm_bench.bench.records.schema import Efficiency, Machine
 from dlrm_bench.dlrm.data.paths import why_not
 
 Kind = Literal["ladder", "limits", "record", "logs", "unfinished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LadderRuns:
-    """A ladder and its runs, by rung."""
+class Family:
+    """A ladder's runs by rung, or the runs in no ladder by the name of their folder."""
 
     name: str
-    """The name of its folder, which may be longer than its id."""
-    folder: Path
-    ladder: Ladder
-    sides: dict[str, Side]
-    timed: dict[str, list[Record]]
+    """The name of its folder, which may be longer than a ladder's id."""
+    folder: Path | None = None
+    """The ladder's."""
+    ladder: Ladder | None
+    origin: int = 0
+    """Place of its folder among those named for the report."""
+    sides: dict[str, Side] = field(default_factory=dict)
+    timed: dict[str, list[Record]] = field(default_factory=dict)
     """Runs of each rung, one of each round."""
-    profiled: dict[str, Record]
+    profiled: dict[str, Record] = field(default_factory=dict)
     """Profiled runs; a rung may have none."""
+
+    def records(self) -> Iterator[Record]:
+        """Yields all runs, timed and profiled."""
+        for records in self.timed.values():
+            yield from records
+        yield from self.profiled.values()
+
+    def first(self) -> Record:
+        """Returns one of its runs: those of a ladder share machine and preset."""
+        return next(self.records())
+
+    def efficiency(self) -> dict[str, Efficiency]:
+        """Returns the efficiency of each configuration in time and power, medians of its runs; configurations without
+        one are absent."""
+        found = {name: efficiency_of_runs([record.run for record in records]) for name, records in self.timed.items()}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def title(self) -> str:
+        """Returns machine and preset in words, and the size of a ladder."""
+        if self.ladder is None:
+            return "Runs in no ladder"
+        run = self.first().run
+        rounds = "1 round" if self.ladder["rounds"] == 1 else f"{self.ladder['rounds']} rounds"
+        work = f"{run['config']['preset']}, {run['config']['local_batch_size']} samples a rank"
+        return f"{machine_in_words(run['machine'])}, {work}: {len(self.timed)} rungs, {rounds}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """Everything found, by kind."""
 
-    ladders: list[LadderRuns] = field(default_factory=list)
+    ladders: list[Family] = field(default_factory=list)
     timed: list[Record] = field(default_factory=list)
     """Timed runs in no ladder, the newest first."""
     profiled: list[Record] = field(default_factory=list)
@@ -51,6 +81,15 @@ class Sources:
     def notes(self) -> list[str]:
         """Returns sentences on omissions, with reasons."""
         return [f"{folder} is an unfinished run, and left out" for folder in self.unfinished] + self.copies
+
+
+def machine_in_words(machine: Machine) -> str:
+    """Returns '4 x H200', or 'CPU'; '2 nodes of 4 x H200' where there are several nodes."""
+    nodes, gpus, name = machine["nodes"], machine["gpus"], str(machine["gpu"]).removeprefix("NVIDIA ")
+    if nodes > 1 and gpus % nodes:
+        return f"{nodes} nodes, {gpus} x {name} in all"
+    one = f"{gpus // nodes} x {name}" if gpus else "CPU"
+    return f"{nodes} nodes of {one}" if nodes > 1 else one
 
 
 def find(paths: Sequence[Path]) -> list[tuple[Kind, Path]]:
@@ -126,7 +165,7 @@ def _add_ladder(path: Path, read: Callable[[Path], Record], sources: Sources) ->
     ladder, timed = read_judged_ladder(path, read)
     name = path.resolve().name
     same_name = sum(other.name == name or other.name.startswith(f"{name} (") for other in sources.ladders)
-    runs = LadderRuns(
+    runs = Family(
         name=f"{name} ({same_name + 1})" if same_name else name,
         folder=path,
         ladder=ladder,
@@ -142,7 +181,7 @@ def _add_ladder(path: Path, read: Callable[[Path], Record], sources: Sources) ->
     sources.ladders.append(runs)
 
 
-def _timed_keys(runs: LadderRuns) -> set[tuple[str, str, str]]:
+def _timed_keys(runs: Family) -> set[tuple[str, str, str]]:
     return {record_key(record) for records in runs.timed.values() for record in records}
 
 
@@ -157,12 +196,7 @@ def _add_limits(limits: Limits, path: Path, sources: Sources) -> None:
 
 def _without_copies(sources: Sources) -> Sources:
     """Leaves out members of ladders that are stored elsewhere too, and records that are stored in several folders."""
-    of_ladders = [
-        record
-        for runs in sources.ladders
-        for records in (*runs.timed.values(), list(runs.profiled.values()))
-        for record in records
-    ]
+    of_ladders = [record for runs in sources.ladders for record in runs.records()]
     alone, copies = distinct([*of_ladders, *sources.timed, *sources.profiled])
     sources.copies.extend(copies)
     # By identity: a record is as large as its arrays.

@@ -7,6 +7,7 @@ has the comparison, else by `compare`, with Holm's correction over all such comp
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -14,12 +15,12 @@ import numpy as np
 
 from dlrm_bench.bench.compare.comparison import Result, compare_all
 from dlrm_bench.bench.compare.sides import Side, read_side
-from dlrm_bench.bench.ladder.analysis import HOST_COLUMNS, host_cells, lucky, proven, read_judged_ladder
+from dlrm_bench.bench.ladder.analysis import HOST_COLUMNS, host_cells, proven, read_judged_ladder
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.report.rounding import milliseconds, times, with_interval
 from dlrm_bench.bench.stats.series import CONFIDENCE
-from dlrm_bench.bench.stats.statistics import Ratio, student_t
+from dlrm_bench.bench.stats.statistics import student_t
 
 Rows = list[list[str]]
 SUSTAINED_S = 10.0
@@ -67,7 +68,7 @@ def _times(folder: Path, lines: Sequence[str]) -> Rows:
     """A heading, then a line for each comparison, as _compared reads them."""
     found = _compared(folder, lines)
     words, _, a, b = _cells(lines[0], 4)
-    rows = [[words, f"{a}, ms", f"{b}, ms", "times faster (95 % interval)", "runs"]]
+    rows = [[words, f"{a}, ms", f"{b}, ms", "times as fast (95 % interval)", "runs"]]
     return rows + [
         [each.words, milliseconds(_typical(each.a)), milliseconds(_typical(each.b)), each.cell, each.runs]
         for each in found
@@ -81,7 +82,7 @@ def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
     """
     found = _compared(folder, lines)
     words, _, a, b = _cells(lines[0], 4)
-    headings = (f"{a}, ms (by clock)", f"{b}, ms (by clock)", "times faster (95 % interval)", f"{b}: W a GPU", "MHz")
+    headings = (f"{a}, ms (by clock)", f"{b}, ms (by clock)", "times as fast (95 % interval)", f"{b}: W a GPU", "MHz")
     rows = [[words, *headings, "runs"]]
     for each in found:
         for side in (each.a, each.b):
@@ -122,10 +123,10 @@ def _rungs(folder: Path, lines: Sequence[str]) -> Rows:
         ["rung", *(rung["name"] for rung in rungs)],
         ["median, ms", *(milliseconds(rung["median_ms"]) for rung in rungs)],
         ["p99, ms", *(milliseconds(rung["p99_ms"]) for rung in rungs)],
-        [f"times faster than {rungs[0]['name']}, {rounds}", "", *_over(ladder, "first")],
+        [f"times as fast as {rungs[0]['name']}, {rounds}", "", *_over(ladder, "first")],
     ]
     if len(rungs) > 2:
-        columns.append(["than the rung before", "", "", *_over(ladder, "previous")[1:]])
+        columns.append(["as the rung before", "", "", *_over(ladder, "previous")[1:]])
     if any(rung["host"] for rung in rungs):
         hosts = [host_cells(rung["host"]) if rung["host"] else [""] * len(HOST_COLUMNS) for rung in rungs]
         columns.append(["CPU, ms", *(cells[0] for cells in hosts)])
@@ -135,13 +136,15 @@ def _rungs(folder: Path, lines: Sequence[str]) -> Rows:
 
 def _over(ladder: Ladder, against: Literal["first", "previous"]) -> list[str]:
     """Returns a cell for each rung but the first."""
-    found, told = proven(ladder, against), " ".join(lucky(ladder))
+    found, rungs = proven(ladder, against), ladder["rungs"]
     cells = []
-    for rung in ladder["rungs"][1:]:
+    for before, rung in pairwise(rungs):
         first = against == "first"
         value = rung["speedup_vs_first"] if first else rung["speedup_vs_previous"]
         interval = rung["ci95"] if first else rung["ci95_vs_previous"]
-        cells.append(_ratio_cell(value, interval, rung["name"] in found, f" {rung['name']} " in told))
+        other = rungs[0] if first else before
+        by_luck = f" to {other['name']} agree " in (rung["agrees_by_luck"] or "")
+        cells.append(_ratio_cell(value, interval, rung["name"] in found, by_luck))
     return cells
 
 
@@ -220,7 +223,7 @@ def _result(record: Path, text: str) -> str:
     else:
         raise ValueError(f"{record / 'README.md'} has neither a line '- Result: ...' nor a comparison")
     alone = ", one run" if runs == 1 else ""
-    return f"{milliseconds(before)} and {milliseconds(after)} ms, times faster: {cell}{alone}"
+    return f"{milliseconds(before)} and {milliseconds(after)} ms, times as fast: {cell}{alone}"
 
 
 def _pair(folder: Path, line: str) -> tuple[Path, tuple[str, Side, Side]]:
@@ -234,7 +237,7 @@ def _typical(side: Side) -> float:
 
 
 def _faster(result: Result) -> str:
-    ratio = _speedup(result)
+    ratio = result.estimate.speedup()
     interval = [ratio.low, ratio.high] if result.comparison.between_runs else None
     by_luck = any("by luck" in note for note in result.notes)
     return _ratio_cell(ratio.value, interval, result.verdict in ("faster", "slower"), by_luck)
@@ -249,12 +252,6 @@ def _ratio_cell(value: float, interval: Sequence[float] | None, is_proven: bool,
         return times(value)
     cell = with_interval(value, *interval)
     return f"{cell} {LUCK}" if by_luck else f"**{cell}**" if is_proven else cell
-
-
-def _speedup(result: Result) -> Ratio:
-    """Returns A's time over B's, from the estimate of B's time over A's."""
-    ratio = result.estimate.ratio()
-    return Ratio(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
 
 
 def _cells(line: str, count: int) -> list[str]:

@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 class Scale:
     """Predicts an iteration's time on many nodes by a model fitted to records; not a measurement.
 
-    Each record, of the torchrec, five-stage or static pipeline, gives a table: milliseconds, what bounds them, stages,
-    and the network that would be needed. The local batch is the record's, unless a global one is given.
+    Each record of the torchrec, five-stage or static pipeline gives a table: milliseconds, their bound, stages, and the
+    network bandwidth that would be needed. The local batch size is the record's, unless --global-batch-size is given.
     """
 
     records: Positional[tuple[Path, ...]]
-    """Records of one node, best of the machine that the limits are of."""
+    """Records of one node, preferably of the machine on which the limits were measured."""
     limits: Path
-    """Limits record of these GPUs, as dlrm-bench limits makes it."""
+    """Limits record of these GPUs, made by dlrm-bench limits."""
     check: tuple[Path, ...] = ()
-    """Further records, to compare with the model's predictions."""
+    """Further records to compare with the model's predictions."""
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Numbers of nodes."""
     gpus_per_node: int = 8
     """Number of GPUs of a node."""
     network: Literal["infiniband-400g", "p2p"] = "infiniband-400g"
-    """Network between the nodes: an adapter of 400 Gb/s for each GPU (stated), or NCCL's P2P between GPUs of one
-    machine, each of which stands for a node (by record 40)."""
+    """Network between the nodes: an adapter of 400 Gb/s for each GPU (nominal), or NCCL's P2P between GPUs of one
+    machine, each of which represents a node (record 40)."""
     network_gb_s: float | None = None
-    """GB/s of one GPU to other nodes, in one direction, in place of the network's."""
+    """Bandwidth in GB/s from one GPU to other nodes, in one direction; replaces the value of --network."""
     network_us: float | None = None
-    """Microseconds of a collective between two nodes, however few its bytes, in place of the network's."""
+    """Latency in microseconds of a collective between two nodes; replaces the value of --network."""
     global_batch_size: int | None = None
-    """Global batch size for every number of nodes; by default the local batch size of the record stays."""
+    """Global batch size for every number of nodes; by default the record's local batch size is kept."""
     published: bool = False
-    """Compare the static pipeline, by an H100's figures, with published results of several nodes."""
+    """Compare the static pipeline, with an H100's rates, with published results on several nodes."""
     picture: Path | None = None
     """File for a plot of milliseconds over nodes: .svg, .png or .pdf."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast, get_args
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.gpu_types import GpuCosts
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.static.options import StaticOptions
 
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
@@ -161,16 +161,11 @@ def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
 
 
 def kind_of(record: RunRecord) -> Kind:
-    """Returns the pipeline of a record, which older records call by other names; ValueError of an unknown one."""
-    options = record["config"]["pipeline"]
-    name, ebc = options["name"], options.get("ebc")
-    if name == "static" or ebc == "static":
-        return "static"
-    if name in ("torchrec", "stock", "sparse-dist"):
-        return "torchrec"
-    if name == "five-stage":
-        return "five-stage"
-    raise ValueError(f"record {record['id']} is of pipeline {name!r}: scale knows torchrec, five-stage and static")
+    """Returns the pipeline of a record; ValueError of an unknown one."""
+    name = record["config"]["pipeline"]["name"]
+    if name not in get_args(Kind):
+        raise ValueError(f"record {record['id']} is of pipeline {name!r}: scale knows torchrec, five-stage and static")
+    return cast(Kind, name)
 
 
 def peer_memory_of(record: RunRecord) -> bool:
@@ -202,7 +197,7 @@ def plan_in(record: RunRecord) -> Plan | None:
             f"record {record['id']} is of the static pipeline of tables that are not pooled, whose times scale has no "
             "model of: give a record of a model with pooled tables"
         )
-    place = {name: table for table, name in enumerate(tables_of(record).names)}
+    place = {name: table for table, name in enumerate(restored(record["config"]).model.tables.names)}
     shards = sorted(
         Shard(rank, place[s["table"]], s["column"], s["columns"], s.get("row_part", 0), s.get("row_parts", 1))
         for rank, of_rank in enumerate(record["pipeline"]["plan"])
@@ -216,11 +211,6 @@ def topology_of(record: RunRecord, network: Network = INFINIBAND_400G) -> Topolo
     """Returns the nodes and ranks of a record, with this network between the nodes."""
     world_size, nodes = record["config"]["world_size"], record["machine"]["nodes"]
     return Topology.of(world_size, world_size // nodes, network)
-
-
-def tables_of(record: RunRecord) -> Tables:
-    """Returns the tables that a record's run trained."""
-    return restored(record["config"]).model.tables
 
 
 def prediction(scaling: Scaling, record: RunRecord, network: Network = INFINIBAND_400G) -> float:

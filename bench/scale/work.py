@@ -6,7 +6,7 @@ work is that of the record, whatever the number of nodes.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dlrm_bench.bench.profile.kernel_names import STAGES
@@ -155,14 +155,7 @@ def _host(kind: Kind, fit: Fit) -> list[Task]:
 def _launched(task: Task) -> Task:
     if task.stage is None or task.resource == HOST:
         return task
-    return Task(
-        name=task.name,
-        resource=task.resource,
-        us=task.us,
-        stage=task.stage,
-        after=(*task.after, f"host {task.stage}"),
-        after_last=task.after_last,
-    )
+    return replace(task, after=(*task.after, f"host {task.stage}"))
 
 
 def _input_dist(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit) -> list[Task]:

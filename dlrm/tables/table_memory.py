@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.optimizers import TableOptimizer
+from dlrm_bench.dlrm.runtime.host_memory import free_memory_bytes
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.tables import Tables
-from dlrm_bench.dlrm.tables.tiers.host_memory import host_available_bytes
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 # The rest is for activations, communication buffers and the dense network.
@@ -24,7 +24,7 @@ def device_memory_bytes(ranks: Ranks) -> int:
 
 def host_memory_bytes(ranks: Ranks) -> int:
     """Returns a rank's share of the available bytes of its host's memory."""
-    return host_available_bytes() // ranks.local_world_size
+    return free_memory_bytes() // ranks.local_world_size
 
 
 def rank_memory_bytes(ranks: Ranks, memory: TableMemory | None) -> int:

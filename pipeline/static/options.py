@@ -45,7 +45,7 @@ class StaticOptions:
     rank. Without --evict-rows the results are bit-identical to those of full tables, and a run ends if a rank needs
     more rows than that."""
     evict_rows: bool = False
-    """If --dynamic-rows leaves no place for new rows, replace rows that were not named for long. A row that is named
+    """Replace rows that were not named for long if --dynamic-rows leaves no place for new ones. A row that is named
     again restarts from its initial weights."""
     table_counts: Path | None = None
     """File of row counts (dlrm-bench data counts): with table_memory, the device initially holds the rows expected to

@@ -131,8 +131,7 @@ class Lane:
 
     def describe(self) -> dict[str, Any]:
         """Returns the record's block on rooms: number of batches by token capacity, share of padding on this rank, id
-        capacity, number of times it grew, number of batches that exceeded the capacity for one rank's rows, and the
-        numbers of batches after which the run paused to capture graphs or to allocate a larger space."""
+        capacity, number of times it grew, and number of batches that exceeded the capacity for one rank's rows."""
         total = sum(room * count for room, count in self.rooms.items())
         return {
             "batches_by_room_for_tokens": {str(room): count for room, count in sorted(self.rooms.items())},
@@ -142,7 +141,6 @@ class Lane:
             "room_for_rows": self.room.rows,
             "larger_rooms": self.grown,
             "batches_over_capacity": self.overflows,
-            "interrupted_after": self.interruptions,
         }
 
     def _begin(self, batches: Iterator[Prepared]) -> None:

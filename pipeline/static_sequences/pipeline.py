@@ -188,6 +188,7 @@ class StaticSequencesPipeline:
         return dynamic | {
             "row_parts": self._ranks.world_size,
             "rooms": rooms[0],
+            "paused_after": self._train.interruptions,
             "cuda_graphs": {name: lane.graphs.describe() for name, lane in lanes.items() if lane.graphs is not None},
             "memory_gb": memory,
         }

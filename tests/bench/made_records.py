@@ -1,6 +1,7 @@
 """Records of runs that never ran, around recorded latencies, for tests of what reads records."""
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.profile.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.profile.tables import COUNTS
-from dlrm_bench.bench.records.record import RUN_JSON, TrainingOutcome, build_record, write_record
-from dlrm_bench.bench.records.schema import Git, Kernel, Machine, Profile, Provenance, Span, Telemetry
+from dlrm_bench.bench.records.record import RUN_JSON, build_record, first_and_last, write_record
+from dlrm_bench.bench.records.schema import Git, Kernel, Machine, Profile, Provenance, Span, Telemetry, Training
 from tests.pipelines import changed
 
 SERIES = Path(__file__).resolve().parents[1] / "data" / "series" / "cpu_smoke.npz"
@@ -65,12 +66,20 @@ def write(
         "config": config or configured(),
         "world_size": world_size,
         "machine": H200,
-        "training": TrainingOutcome(status="no_target", epoch_num=0.0),
+        "training": trained(losses),
         "pipeline": {},
         "telemetry": telemetry(),
     }
-    write_record(folder, build_record(**known | changes, iterations_ms=ms, losses=losses), ms, losses)
+    write_record(folder, build_record(**known | changes, iterations_ms=ms), ms, losses)
     return folder
+
+
+def trained(losses: Sequence[float] | np.ndarray = (0.7, 0.6), **changes: Any) -> Training:
+    """The outcome of a training without a target."""
+    made = Training(
+        losses=first_and_last(list(losses)), auc=None, target=None, best_auc=None, epoch_num=0.0, status="no_target"
+    )
+    return {**made, **changes}  # type: ignore[typeddict-item]
 
 
 def configured(**changes: Any) -> RunConfig:

@@ -160,6 +160,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
             ["compare", "a", "b", "--preset", "smoke"],
             "--preset is a flag of launch/dlrm.py, and this",
         ),
+        (["tables", str(tmp_path), "--preset", "smoke"], "--preset is a flag of launch/dlrm.py, and this"),
         (["ladder", "--rungs", "none"], "--rungs 'none' is unknown"),
         (["ladder", "--rounds", "0"], "--rounds is 0"),
         (["ladder", "--detect", "1%"], "--detect is for --rounds auto"),

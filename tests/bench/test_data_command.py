@@ -5,17 +5,11 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench.cli import main
-from dlrm_bench.bench.data_command import split_preset
 from dlrm_bench.dlrm.benchmarks import PRESETS
 from dlrm_bench.dlrm.dlrmv4.benchmark import DLRMV4
 from dlrm_bench.dlrm.dlrmv4.data.commands import generate_config
 from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, smoke_config
 from dlrm_bench.dlrm.dlrmv4.presets import training
-
-
-@pytest.mark.parametrize("words", [["a", "--preset", "x", "b"], ["--preset=x", "a", "b"], ["a", "b", "--preset", "x"]])
-def test_the_preset_is_found_wherever_it_stands(words: list[str]) -> None:
-    assert split_preset(words) == ("x", ["a", "b"])
 
 
 def test_dlrmv4s_data_fit_the_presets_tables() -> None:

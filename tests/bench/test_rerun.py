@@ -45,6 +45,11 @@ def test_what_cannot_be_had_again(tmp_path: Path, state: dict[str, Any], says: s
         rerun.rerun(made(tmp_path / "record", **state), 1, None, tmp_path)
 
 
+def test_no_processes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rerun", str(made(tmp_path / "record")), "--nproc", "0"]) == 2
+    assert "--nproc is 0: at least one process is needed" in capsys.readouterr().err
+
+
 @IN_A_CHECKOUT
 def test_the_commits_own_code_runs_its_own_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to torchrun, which sees worktree, flags and environment; all are gone afterwards."""

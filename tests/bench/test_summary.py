@@ -1,6 +1,5 @@
 """The output at the end of a run, and the exit status."""
 
-import dataclasses
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,20 @@ from dlrm_bench.bench import summary
 from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.mlperf.log import ComplianceVerdict
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.records.record import TrainingOutcome, build_record
-from dlrm_bench.bench.records.schema import Checkpointing, Git, ResumedFrom, TakenSnapshot
+from dlrm_bench.bench.records.record import build_record
+from dlrm_bench.bench.records.schema import Checkpointing, Git, ResumedFrom, TakenSnapshot, Training
 from dlrm_bench.bench.run import Outcome
 from dlrm_bench.bench.summary import EXIT_NOT_COMPLIANT, EXIT_TARGET_MISSED, print_summary
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from tests.bench.made_records import trained
 from tests.launched import fork, wait
 
-REACHED = TrainingOutcome(status="success", epoch_num=0.75, auc=0.80281, target=0.80275, best_auc=0.81)
-MISSED = dataclasses.replace(REACHED, status="aborted", epoch_num=0.999, auc=0.80211)
-NO_TARGET = TrainingOutcome(status="no_target", epoch_num=0)
+REACHED = trained(status="success", epoch_num=0.75, auc=0.80281, target=0.80275, best_auc=0.81)
+MISSED: Training = {**REACHED, "status": "aborted", "epoch_num": 0.999, "auc": 0.80211}
+NO_TARGET = trained()
 
 
-def outcome(training: TrainingOutcome, iterations: int = 300) -> Outcome:
+def outcome(training: Training, iterations: int = 300) -> Outcome:
     record = build_record(
         run_id="20261121T004512Z-8xh200-mlperf-dcnv2",
         created=datetime(2026, 11, 21, tzinfo=UTC),
@@ -35,7 +35,6 @@ def outcome(training: TrainingOutcome, iterations: int = 300) -> Outcome:
         world_size=8,
         machine=describe_machine(),
         iterations_ms=np.linspace(2, 1234.5678, 8 * iterations, dtype=np.float32).reshape(iterations, 8).T,
-        losses=np.ones(iterations),
         training=training,
         pipeline={},
     )

@@ -15,6 +15,8 @@ from typing import Any
 
 import dlrm_bench
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.forwarded import take_flag
+from dlrm_bench.bench.machine.source import PROGRAM, copy_source
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun
 from dlrm_bench.bench.mlperf.submission.host import describe_host
 from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, RUNS, Package, disagreements, read_run, rules_of
@@ -32,8 +34,6 @@ from dlrm_bench.bench.records.schema import RunRecord
 FIRST_LOG = RESULT_NAMES[0]
 IMPLEMENTATION = "dlrm-bench"
 
-_FLOORS = ("bench", "dlrm", "kernels", "launch", "pipeline")
-_SOURCES = (".py", ".cu", ".cuh", ".html")
 _FILES = ("pyproject.toml", "README.md", "LICENSE", "requirements/cpu.txt", "requirements/gpu.txt")
 
 _OF_A_RUN = ("seed", "run_id", "results_dir")
@@ -161,16 +161,16 @@ def _description(run: MLPerfRun, record: RunRecord | None) -> dict[str, Any]:
 def _copy_source(folder: Path, record: RunRecord | None) -> list[str]:
     """Copies this program's source, unless it is there; returns a reviewer's questions about it."""
     if not folder.exists():
-        paths = [path for floor in _FLOORS for path in sorted((ROOT / floor).rglob("*")) if path.suffix in _SOURCES]
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        for path in (*paths, *(ROOT / name for name in _FILES if (ROOT / name).exists())):
-            copy = partial / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+        copy_source(ROOT, partial)
+        for name in _FILES:
+            if (ROOT / name).exists():
+                (partial / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(ROOT / name, partial / name)
         (partial / "dlrm_bench").mkdir()
         shutil.copyfile(Path(dlrm_bench.__file__), partial / "dlrm_bench" / "__init__.py")
-        for floor in _FLOORS:
+        for floor in PROGRAM:
             (partial / "dlrm_bench" / floor).symlink_to(Path("..", floor))
         partial.replace(folder)
     if record is None:
@@ -186,18 +186,5 @@ def _command(record: RunRecord | None, run: MLPerfRun) -> str:
         return f": # no record says how {run.path.name} was run; write the command here"
     words = shlex.split(record["command"])
     for flag in ("--seed", "--run-id", "--results-dir"):
-        words = _without(words, flag)
+        _, words = take_flag(words, flag)
     return f'{shlex.join(words)} --seed "${{SEED:?}}" --results-dir "${{RESULTS:-results}}"'
-
-
-def _without(words: Sequence[str], flag: str) -> list[str]:
-    """The words without a flag, given as `--flag value` or `--flag=value` and with - or _ in its name."""
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if skip or (name.startswith("--") and name.replace("_", "-") == flag):
-            skip = not skip and not equals
-            continue
-        kept.append(word)
-    return kept

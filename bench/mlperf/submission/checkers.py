@@ -116,7 +116,8 @@ def run_checkers(commands: Sequence[Command], folder: Path) -> list[str]:
     )
     if process.returncode:
         raise ValueError(f"MLPerf's checkers could not be run: pip install '.[run]'\n{process.stderr}")
-    return [text for _, text in json.loads(process.stdout.splitlines()[-1])]
+    texts: list[str] = json.loads(process.stdout.splitlines()[-1])
+    return texts
 
 
 def _command(checker: str, *arguments: str) -> Command:

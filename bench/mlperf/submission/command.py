@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dlrm_bench.bench.forwarded import split_forwarded, take_flag
 from dlrm_bench.bench.mlperf.submission.checkers import Verdict, check_package
 from dlrm_bench.bench.mlperf.submission.package import RUNS, open_packages
 from dlrm_bench.bench.mlperf.submission.score import score_package, score_table
@@ -20,8 +21,8 @@ from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 class Build:
     """Arranges ten runs by MLPerf's rules: OUT/ORG/{systems,results,benchmarks}.
 
-    The runs are those that --runs names, or ten new ones with the flags of launch/dlrm.py from --preset on, such as
-    --mlperf.org, which names ORG. The system description is made from the machine; edit it, it is written only once.
+    The runs are those that --runs names, or ten new runs with the flags of launch/dlrm.py from --preset on, such as
+    `--mlperf.org`, which sets ORG. The system description is derived from the machine and written only once: edit it.
     """
 
     out: Annotated[Path, tyro.conf.Positional]
@@ -29,13 +30,13 @@ class Build:
     runs: tuple[Path, ...] = ()
     """Runs to submit: ten record folders, a folder of ten, or ten result logs."""
     system: str | None = None
-    """Name of the machine's files; by default made from the name in the logs."""
+    """Name for the files of the system; by default derived from the name in the logs."""
     nproc: int | None = None
     """Number of processes of a new run; by default one for each GPU, or two without a GPU."""
     first_seed: int = 0
-    """Seed of the first new run; each later one has the next."""
+    """Seed of the first new run; it grows by one with each run."""
     records: Path | None = None
-    """Folder for the records of new runs; by default OUT with -runs after its name. Runs in it are not done again."""
+    """Folder for the records of new runs; by default OUT-runs. Finished runs in the folder are reused."""
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Builds the package; returns the exit status."""
@@ -63,7 +64,7 @@ class Build:
         from dlrm_bench.bench.started_runs import processes_of_run
 
         for flag in ("--seed", "--run-id", "--results-dir"):
-            if any(word.partition("=")[0].replace("_", "-") == flag for word in flags):
+            if take_flag(flags, flag)[0] is not None:
                 raise ValueError(f"{flag} is this command's to choose: use --first-seed and --records")
         folder = self.records or self.out.with_name(f"{self.out.name}-runs")
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,8 +79,8 @@ class Build:
 class Check:
     """Runs MLPerf's compliance, package, RCP, system and repository checkers over a submission and reads their output.
 
-    It also finds defects that they miss: aborted runs, seeds given twice, runs of other configurations, empty fields,
-    and logs that cannot be true, as one whose times go back. The exit status is 1 if the submission would not be
+    It also finds defects that the checkers miss: aborted runs, repeated seeds, runs of other configurations, empty
+    fields, and impossible logs, such as logs whose times decrease. The exit status is 1 if the submission would not be
     accepted.
     """
 
@@ -92,8 +93,8 @@ class Check:
     log: Path | None = None
     """File for all output of the checkers."""
     made_data: bool = False
-    """The runs trained on made data: note, and do not refuse, values that the rules fix for MLPerf's own data, such as
-    numbers of samples. No such package can be submitted."""
+    """Treat the runs as trained on generated data: note, instead of refusing, values that the rules fix for MLPerf's
+    own data, such as numbers of samples. Such a package cannot be submitted."""
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Prints verdicts and findings; returns the exit status."""
@@ -169,8 +170,6 @@ COMMANDS: dict[str, type[Build] | type[Check] | type[Score]] = {"build": Build, 
 
 def run_submission(what: str, console: Console, words: Sequence[str]) -> int:
     """Runs one of COMMANDS with its flags; from --preset (or --) on, those of build are flags of launch/dlrm.py."""
-    starts = (i for i, word in enumerate(words) if word == "--" or word.partition("=")[0] == "--preset")
-    end = next(starts, len(words)) if what == "build" else len(words)
-    forwarded = words[end + 1 :] if list(words[end : end + 1]) == ["--"] else words[end:]
-    command = tyro.cli(COMMANDS[what], args=words[:end], prog=f"dlrm-bench submission {what}")
+    own, forwarded = split_forwarded(words) if what == "build" else (words, [])
+    command = tyro.cli(COMMANDS[what], args=own, prog=f"dlrm-bench submission {what}")
     return command.run(console, forwarded)

@@ -146,8 +146,6 @@ def read_description(path: Path) -> dict[str, Any]:
         description = read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): build the package, or write the file") from error
-    except RecursionError as error:
-        raise ValueError(f"{path} is no system description: it is nested too deeply") from error
     if not isinstance(description, dict):
         raise ValueError(f"{path} is no system description: it holds {type(description).__name__}, not an object")
     return description

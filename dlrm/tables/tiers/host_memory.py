@@ -2,21 +2,15 @@
 
 import mmap
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dlrm_bench.dlrm.runtime.host_memory import free_memory_bytes
 from dlrm_bench.dlrm.runtime.host_registration import register, unregister
 
 _GB = 10**9
 _THREADS = 8  # of a rank that get pages: 40 GB of 2 MB pages took 32 threads 0.8 s
-
-
-def host_available_bytes() -> int:
-    """Returns free memory and that which the kernel frees on demand: the page cache, which reading data files fills."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def host_zeros(rows: int, columns: int, device: torch.device) -> Tensor:
@@ -28,8 +22,8 @@ def host_zeros(rows: int, columns: int, device: torch.device) -> Tensor:
     shape, size = (rows, 2, columns), rows * 2 * columns * 4
     if device.type != "cuda" or size == 0:
         return torch.zeros(shape)
-    if size > host_available_bytes():  # the kernel would promise it, and end a process when pages are written
-        raise OSError(f"{size / _GB:.1f} GB of host memory are needed, {host_available_bytes() / _GB:.1f} GB are free")
+    if size > free_memory_bytes():  # the kernel would promise it, and end a process when pages are written
+        raise OSError(f"{size / _GB:.1f} GB of host memory are needed, {free_memory_bytes() / _GB:.1f} GB are free")
     try:
         memory = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -78,7 +78,7 @@ def test_what_is_resumed_and_does_not_fit_stays_until_there_is_a_newer(tmp_path)
 
 
 def test_memory_that_the_node_needs_itself_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_folder, "host_memory_bytes", lambda: 16 * 2**30)
+    monkeypatch.setattr(memory_folder, "node_memory_bytes", lambda: 16 * 2**30)
     monkeypatch.setattr(memory_folder, "free_memory_bytes", lambda: 2**30 + LAYOUT.nbytes)
     assert len(prepare_slots(tmp_path, LAYOUT, None, tmp_path).folders) == 1
     (tmp_path / "slot-0" / "rank-0-0.bin").write_bytes(bytes(5000))

@@ -63,7 +63,7 @@ def test_all_ranks_killed_and_the_same_command_again(tmp_path, memory):
     assert "--resume auto: there is no snapshot or checkpoint yet: training begins" in killed.outputs[0]
     ended = forked_launch(2, tmp_path, [*flags(tmp_path, "again", 12), *takes])
     assert ended.statuses == [0, 0], ended
-    found = f"--resume auto: goes on from the snapshot in memory {memory}/samples-"
+    found = f"--resume auto: continues from the snapshot in memory {memory}/samples-"
     assert found in ended.outputs[0]
     assert found not in ended.outputs[1]
     assert f"# {found}" in (tmp_path / "again" / LOG_NAME).read_text()
@@ -89,7 +89,7 @@ def test_torchrun_restarts_the_ranks_after_one_was_killed(tmp_path, memory):
     finally:
         end([process], str(memory))
     output = (tmp_path / "output.txt").read_text()
-    assert f"--resume auto: goes on from the snapshot in memory {memory}/samples-" in output
+    assert f"--resume auto: continues from the snapshot in memory {memory}/samples-" in output
     assert "resumed from x, after iteration" in output
     assert np.array_equal(losses(tmp_path / "x-restart-1"), losses(tmp_path / "whole"))
     assert not memory.exists()

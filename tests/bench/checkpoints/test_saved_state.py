@@ -106,7 +106,7 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trained with --optimizer\.learning-rate 0\.004, and this run has 0\.1"):
         found(tmp_path, optimizer=replace(config(None).optimizer, learning_rate=0.1))
     save(tmp_path, **of(1, 7 * GBS + 1))
-    with pytest.raises(ValueError, match="no whole number of global batches of 16: choose another --local-batch-size"):
+    with pytest.raises(ValueError, match="not a whole number of global batches of 16: choose another"):
         found(tmp_path)
     save(tmp_path, **of(100))
     with pytest.raises(ValueError, match="it has trained all of the 100 iterations asked for"):
@@ -257,5 +257,5 @@ def test_auto_takes_none_of_two_trainings(tmp_path: Path) -> None:
     other = [{"global_batch_size": GBS, "losses": [0.5] * 6 + [0.25] * 3}]
     save(memory, samples=9 * GBS, losses=other)
     given = automatic(memory, disk)
-    with pytest.raises(ValueError, match="are of different trainings: name the one to go on from"):
+    with pytest.raises(ValueError, match="are of different trainings: name the one to continue from"):
         find_checkpoint(given, plan_schedule(given, None, 2))

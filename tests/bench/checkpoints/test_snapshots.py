@@ -92,7 +92,7 @@ def test_something_whole_survives(tmp_path, memory, slots, trouble, kept, from_m
     if trouble == "disk full":
         for output in ended.outputs:
             assert "the checkpoint of iteration 2 could not be written: rank 1: [Errno 27] File too large" in output
-            assert f"the last complete one is {disk / name(1)}, and {memory / name(2)} is whole, in memory" in output
+            assert f"the last complete one is {disk / name(1)}, and {memory / name(2)} in memory is complete" in output
     # Another number of ranks reads it too, and makes files of its own.
     world_size = 1 if trouble in ("none", "disk full") else 2
     ended = run(world_size, tmp_path / "load", load, memory, disk, from_memory)
@@ -145,7 +145,7 @@ def refused(memory: Path, disk: Path | None, changes: dict[str, Any], free: int 
     ranks = Ranks.from_environment()
     ranks.init_process_group()
     if free is not None:
-        memory_folder.free_memory_bytes = lambda: free + memory_folder.host_memory_bytes() // memory_folder._KEPT
+        memory_folder.free_memory_bytes = lambda: free + memory_folder.node_memory_bytes() // memory_folder._KEPT
     given = replace(in_memory(memory, disk, ranks.world_size), **changes)
     try:
         found = find_checkpoint(given, plan_schedule(given, None, ranks.world_size))

@@ -52,7 +52,7 @@ def main(ranks: int, folder: Path, flags: list[str]) -> None:
     time.sleep(_BEFORE_THE_KILL_S)
     os.kill(rank_of(folder, ranks - 1), signal.SIGKILL)
     killed, log = time.monotonic(), folder / "x-restart-1" / LOG_NAME
-    seconds = wait_for(lambda: log.exists() and "# --resume auto: goes on" in log.read_text(), process) - killed
+    seconds = wait_for(lambda: log.exists() and "# --resume auto: continues" in log.read_text(), process) - killed
     print(f"trains again {seconds:.1f} s after SIGKILL", flush=True)
     process.terminate()
     process.wait()

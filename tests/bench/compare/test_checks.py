@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from dlrm_bench.bench.compare.checks import check_equivalence, check_regression, worst
-from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all, compare_sides
+from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all
 from dlrm_bench.bench.compare.sides import Side
 from dlrm_bench.bench.stats.statistics import compare
+from tests.bench.compare.two_sides import compare_sides
 
 
 def side(label: str, medians: np.ndarray, first: int = 0) -> Side:

@@ -11,11 +11,12 @@ import pytest
 
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.compare.comparability import SHOULD_BE_EQUAL
-from dlrm_bench.bench.compare.comparison import Result, compare_sides
+from dlrm_bench.bench.compare.comparison import Result
 from dlrm_bench.bench.compare.sides import read_side, side_of_records
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
+from tests.bench.compare.two_sides import compare_sides
 from tests.bench.made_records import H200, PROVENANCE, WARMUP, configured, edit, recorded_runs, write
 
 RUNS = recorded_runs()

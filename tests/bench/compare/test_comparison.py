@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all, compare_paths, compare_sides
+from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all, compare_paths
 from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.compare.tables import (
     result_as_json,
@@ -20,8 +20,9 @@ from dlrm_bench.bench.compare.tables import (
 )
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record, summarize_latency, write_record
 from dlrm_bench.bench.stats.statistics import compare
+from tests.bench.compare.two_sides import compare_sides
 from tests.bench.ladder.made_ladders import make, pretend_runs
-from tests.bench.made_records import H200, configured, recorded_runs, telemetry, write
+from tests.bench.made_records import H200, WARMUP, configured, recorded_runs, telemetry, write
 from tests.bench.mlperf.test_published_logs import LOGS
 
 RUNS = recorded_runs()
@@ -144,6 +145,7 @@ def test_balanced_pairs_of_the_same_program_under_drift_are_no_difference() -> N
         ({"machine": {**H200, "sm_clock_max_mhz": 1700}}, "largest SM clock"),
         ({"telemetry": telemetry(clock=1700)}, "SM clock during the run"),
         ({"telemetry": telemetry(throttled=True)}, r"b: throttled \(power cap\) in 2 of 2 runs"),
+        ({"pipeline": {"paused_after": [1, WARMUP]}}, "b: the pipeline paused within the timed iterations.* in 2 of 2"),
         ({"git": {"commit": "0123abc", "dirty": True}}, "b: files of the checkout differed from its commit in 2 of 2"),
         ({"config": configured(local_batch_size=256)}, "global batch differs: 1024 in .*, 512 in"),
         ({"config": configured(precision="bf16")}, "precision differs"),
@@ -153,6 +155,10 @@ def test_balanced_pairs_of_the_same_program_under_drift_are_no_difference() -> N
 def test_what_should_be_equal_and_is_not(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     result = sides(tmp_path, runs=2, **changes)
     assert any(re.search(said, difference) for difference in result.differences), result.differences
+
+
+def test_pauses_in_the_warm_up_are_no_difference(tmp_path: Path) -> None:
+    assert sides(tmp_path, runs=2, pipeline={"paused_after": [0, WARMUP - 1]}).differences == []
 
 
 def test_clocks_a_little_apart_and_unknown_values_are_no_difference(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_the_commit_is_found_and_every_worktree_removed(
     assert bisected(tmp_path, commits[0], "HEAD") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"{commits[3][:12]} is the first slower commit (95.0 % sure, or more)" in said
-    assert "takes for granted that the time changed once" in said
+    assert "assumes a single change of the time" in said
     assert not any(commits[4][:12] in run for run in ran), "its program is that of the commit before"
     assert [run.split("/")[1] for run in ran[:4]] == ["00-good", "00-candidate", "01-candidate", "01-good"]
     assert git(module.ROOT, "worktree", "list").count("\n") == 0
@@ -155,7 +155,7 @@ def test_a_commit_that_fails_is_left_out(
         (["HEAD~2", "HEAD~1"], "changes the program: there is nothing to find"),
         (["HEAD~5", "HEAD", "--max-pairs", "2"], "--max-pairs is 2: 4 are needed"),
         (["HEAD~5", "HEAD", "--confidence", "1"], "--confidence is 1: it lies between 0 and 1"),
-        (["HEAD~5", "HEAD", "--", "--run-id", "x"], "--run-id is the bisection's to choose"),
+        (["HEAD~5", "HEAD", "--", "--run-id", "x"], "bisect sets --run-id itself"),
         (["--resume", "/nowhere"], "name the folder of a bisection"),
     ],
 )

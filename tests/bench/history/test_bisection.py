@@ -52,7 +52,6 @@ def test_a_large_change_takes_few_pairs_and_a_small_one_more() -> None:
     for size in (0.5, 0.03):
         finding = found(simulated(np.random.default_rng(1), lambda commit, size=size: size * (commit >= "c07")))  # type: ignore[misc]
         assert finding.first == "c07"
-        assert finding.last_before == "c06"
         assert finding.between == ["c07"]
         pairs.append([step.pairs for step in finding.steps])
     assert set(pairs[0]) == {4}
@@ -79,7 +78,7 @@ def test_commits_that_cannot_run_are_left_out_and_named() -> None:
         yield from of_change(commit)
 
     finding = found(pairs)
-    assert (finding.first, finding.last_before) == ("c08", "c05")
+    assert finding.first == "c08"
     assert finding.between == ["c06", "c07", "c08"]
     assert [step.commit for step in finding.steps if step.place == "cannot run"] == ["c09", "c07", "c06"]
 
@@ -109,4 +108,4 @@ def test_looks_come_ever_later_and_end_with_the_most() -> None:
 def test_one_candidate_needs_one_step() -> None:
     *steps, finding = bisect(["c"], simulated(np.random.default_rng(5), lambda commit: 0.3), 0.95, 40)
     assert isinstance(finding, Finding)
-    assert (finding.first, finding.last_before, len(steps)) == ("c", None, 1)
+    assert (finding.first, finding.between, len(steps)) == ("c", ["c"], 1)

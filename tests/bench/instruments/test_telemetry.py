@@ -46,6 +46,15 @@ def test_samples_carry_their_iterations_and_energy_is_counted_after_the_warm_up(
     assert sum(i < 100 for i in series["iteration"]) == KEPT_OF_WARMUP
 
 
+def test_energy_of_a_gpu_that_ranks_share_is_counted_once() -> None:
+    counted = [(i, GpuState(None, None, None, None, 2.0 * i)) for i in (10, 20, 30, 40)]
+    conditions = summarize([Samples(counted, gpu=gpu) for gpu in ("a", "b", "a", "b")], 0.5)
+    assert conditions["joules_per_iteration"] == pytest.approx(4.0)
+    assert [rank["gpu"] for rank in conditions["ranks"]] == ["a", "b", "a", "b"]
+    unknown = summarize([Samples(counted), Samples(counted)], 0.5)
+    assert unknown["joules_per_iteration"] == pytest.approx(4.0)
+
+
 def test_energy_is_unknown_where_a_gpu_counts_none_or_nothing_was_timed() -> None:
     counted = Samples(states=[(i, GpuState(None, None, None, None, 2.0 * i)) for i in (10, 20, 30, 40)])
     assert summarize([counted, states(0, 0)], 0.5)["joules_per_iteration"] is None

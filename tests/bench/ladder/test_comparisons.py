@@ -7,6 +7,7 @@ import pytest
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.sides import Side
+from dlrm_bench.bench.ladder import comparisons
 from dlrm_bench.bench.ladder.analysis import read_judged_ladder
 from dlrm_bench.bench.ladder.comparisons import JudgedRung, agreement_by_luck, as_judged, judge_sides
 from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE
@@ -90,3 +91,11 @@ def test_lucky_rounds_of_any_comparison_of_the_table_are_named() -> None:
     ladder, _ = read_judged_ladder(next((ROOT / "results").glob("09-*")))
     named = {rung["name"] for rung in ladder["rungs"] if rung["agrees_by_luck"]}
     assert "launch-threads" in named
+
+
+def test_each_lucky_comparison_of_a_rung_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparisons, "lucky", lambda *_: 0.05)
+    *_, second, third = drawn(np.random.default_rng(0), 3, [0.0, 0.0])
+    assert [str(agreement_by_luck(rung)).count(" agree better ") for rung in (second, third)] == [1, 2]
+    assert "rung-2 to rung-0 agree" in str(agreement_by_luck(third))
+    assert "rung-2 to rung-1 agree" in str(agreement_by_luck(third))

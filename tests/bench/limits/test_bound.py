@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from dlrm_bench.bench import started_runs
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.limits.bound import bound_of, bound_table, roofline_points
-from dlrm_bench.bench.profile.kernel_names import STAGES
+from dlrm_bench.bench.profile.kernel_names import OTHER, STAGES
 from dlrm_bench.bench.records.limits import LARGE_COPY, LARGE_PRODUCT, POOLED, Ceiling, best_rate, read_limits
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig
-from tests.bench.made_records import H200, configured, profile, recorded_runs, write
+from tests.bench.made_records import H200, configured, kernel, profile, recorded_runs, write
 
 RUN = recorded_runs()[0]
 RECORDS = Path(__file__).resolve().parents[3] / "results"
@@ -131,6 +132,24 @@ def test_the_command_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     found = roofline_points(read_record(profiled).run)
     assert found is not None
     assert {point.name for point in found[0]} >= {"GEMMs"}
+
+
+def test_a_picture_without_known_kernels_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = {**profile(), "kernels": [kernel("element-wise", OTHER, 100)]}
+    run = write(tmp_path / "profiled", RUN, profile=others)
+    assert main(["limits", "--above", str(run), "--roofline", str(tmp_path / "r.png")]) == 2
+    assert "--roofline needs a profiled run in --above" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("above", [(), ("--above", "timed")])
+def test_a_picture_is_refused_before_anything_is_measured(
+    above: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "timed", RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(started_runs, "measure", lambda *_: pytest.fail("measured"))
+    assert main(["limits", *above, "--roofline", "r.png", "--preset", "smoke"]) == 2
+    assert "--roofline needs a profiled run in --above" in capsys.readouterr().err
 
 
 def test_records_of_files_have_a_bound() -> None:

@@ -13,6 +13,7 @@ from dlrm_bench.bench.limits.efficiency import (
     power_of,
     sm_clock_of,
 )
+from dlrm_bench.bench.machine.description import GpuState
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import RunRecord
 from tests.bench.made_records import H200, configured, profile, recorded_runs, telemetry, write
@@ -61,6 +62,22 @@ def test_an_energy_that_gpus_cannot_have_drawn_is_none_of_its_iterations(tmp_pat
     assert found is not None
     assert found["joules_per_sample"] is None
     assert power_of(run) == 500
+
+
+def test_ranks_that_share_gpus_have_the_energy_and_the_samples_of_fewer_gpus(tmp_path: Path) -> None:
+    """Eight ranks on four GPUs: an older record counts each GPU twice, a later one says which GPU a rank has."""
+    machine = {**H200, "gpus": 4, "gpu_uuids": H200["gpu_uuids"][:4]}
+    energy = {**telemetry(), "joules_per_iteration": 3.456}
+    older = made(tmp_path / "a", machine=machine, telemetry=energy)
+    found = efficiency_of(older)
+    assert found is not None
+    assert found["samples_per_second_per_gpu"] == pytest.approx(2 * 6912 / 2.5e-3)
+    assert found["joules_per_sample"] is None
+    assert power_of(older) == 500
+    series: dict[str, Any] = {name: [] for name in ("iteration", *GpuState._fields)}
+    ranks = [{**series, "gpu": machine["gpu_uuids"][i % 4]} for i in range(8)]
+    later = made(tmp_path / "b", machine=machine, telemetry={**energy, "ranks": ranks})
+    assert power_of(later) == pytest.approx(3.456 / 2.5e-3 / 4)
 
 
 def test_runs_of_which_some_know_less(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.machine.source import PROGRAM, git_state, source_hash, source_of_commit
+from dlrm_bench.bench.machine.source import PROGRAM, copy_source, git_state, source_hash, source_of_commit
 
 
 def git(root: Path, *arguments: str, text: str = "") -> str:
@@ -43,6 +43,19 @@ def test_the_hash_is_gits_own(checkout: Path) -> None:
     (checkout / "kernels" / "inner" / "a.py").write_text("changed")
     assert source_hash(checkout) != by_git
     assert source_of_commit(checkout, "0123abc") is None
+
+
+def test_a_copy_has_the_same_hash_and_no_caches(checkout: Path) -> None:
+    (checkout / "bench" / "cache" / "__pycache__" / "a.pyc").touch()
+    copy = checkout / "copy"
+    copy_source(checkout, copy)
+    assert not list(copy.rglob("__pycache__"))
+    assert not (copy / "README.md").exists()
+    link = copy / "dlrm" / "link.py"
+    assert (link.read_text(), link.is_symlink()) == ("b", False)
+    link.unlink()
+    link.symlink_to("inner.py")
+    assert source_hash(copy) == source_hash(checkout)
 
 
 def test_state_of_a_checkout(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,12 @@ def test_a_gpu_of_half_the_memory_rate_takes_twice_as_long_for_its_tables():
     assert measured_costs(slow).all_to_all_us == pytest.approx(2 * measured_costs(LIMITS).all_to_all_us)
 
 
+def test_the_host_memory_of_a_gpu_is_its_share_of_a_node():
+    two_nodes = copy.deepcopy(LIMITS)
+    two_nodes["machine"]["nodes"] = 2  # its GPUs are those of both
+    assert measured_costs(two_nodes).host_memory_bytes == pytest.approx(2 * measured_costs(LIMITS).host_memory_bytes)
+
+
 def test_limits_that_tell_no_costs_are_refused():
     alone, flat = copy.deepcopy(LIMITS), copy.deepcopy(LIMITS)
     alone["config"]["world_size"] = alone["machine"]["gpus"] = 1

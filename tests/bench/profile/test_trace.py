@@ -44,9 +44,10 @@ def test_host_time_is_exclusive_and_complete() -> None:
 
 def test_gpu_time_is_that_of_the_stage_that_launched_it() -> None:
     summary = summarize_trace(stock_trace())
-    assert summary.gpu_busy_ms == pytest.approx(0.25)
-    assert summary.gpu_idle_fraction == pytest.approx(1 - 2 * 250 / (1970 - 40))
-    assert summary.gpu_computing_ms == summary.gpu_busy_ms
+    assert summary.gpu is not None
+    assert summary.gpu.busy_ms == pytest.approx(0.25)
+    assert summary.gpu.idle_fraction == pytest.approx(1 - 2 * 250 / (1970 - 40))
+    assert summary.gpu.computing_ms == summary.gpu.busy_ms
     assert summary.gpu_stages_ms == pytest.approx(
         {
             "input_dist": 0.01,
@@ -135,7 +136,8 @@ def test_a_range_of_ours_decides_for_what_others_open_within_it() -> None:
     assert summary.gpu_stages_ms == pytest.approx(
         dict.fromkeys((*STAGES, OTHER), 0) | {"input_dist": 0.03, "embedding_backward": 0.01}
     )
-    assert (summary.gpu_busy_ms, summary.gpu_computing_ms) == (pytest.approx(0.04), 0)
+    assert summary.gpu is not None
+    assert (summary.gpu.busy_ms, summary.gpu.computing_ms) == (pytest.approx(0.04), 0)
 
 
 def test_a_real_trace_of_the_cpu(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_a_real_trace_of_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     profiler.export_chrome_trace(str(path))
     summary = summarize_trace(read_trace(path))
-    assert summary.gpu_busy_ms is None
+    assert summary.gpu is None
     assert summary.gpu_stages_ms is None
     assert summary.kernels is None
     assert list(summary.timeline) == list(STAGES)

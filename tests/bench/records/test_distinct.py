@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
-from dlrm_bench.bench.compare.comparison import compare_sides
 from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.records.distinct import distinct
 from dlrm_bench.bench.records.record import read_record
+from tests.bench.compare.two_sides import compare_sides
 from tests.bench.made_records import recorded_runs, write
 
 RUNS = recorded_runs()

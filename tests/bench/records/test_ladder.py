@@ -14,12 +14,10 @@ from tests.bench.ladder.made_ladders import made as made
 
 def test_a_ladder_of_before_profiled_runs_is_read(made: Path) -> None:
     ladder: dict[str, Any] = json.loads((made / FILE).read_text())
-    p99 = [rung.pop("p99_ms") for rung in ladder["rungs"]]
     for rung in ladder["rungs"]:
         del rung["note"], rung["host"]
     (made / FILE).write_text(json.dumps(ladder))
     read, _ = read_ladder(made)
-    assert [rung["p99_ms"] for rung in read["rungs"]] == p99
     assert ladder_host_table(read) is None
 
 

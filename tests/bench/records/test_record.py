@@ -16,7 +16,6 @@ from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     RUN_JSON,
-    TrainingOutcome,
     build_record,
     create_run_folder,
     new_run_id,
@@ -26,7 +25,7 @@ from dlrm_bench.bench.records.record import (
 )
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, RunRecord
 from dlrm_bench.dlrm.benchmarks import PRESETS
-from tests.bench.made_records import PROVENANCE
+from tests.bench.made_records import PROVENANCE, trained
 
 NOW = datetime(2026, 11, 21, 0, 45, 12, tzinfo=UTC)
 MACHINE = describe_machine()
@@ -47,9 +46,9 @@ def record_of(ms: np.ndarray, losses: Any, **changes: Any) -> RunRecord:
         "world_size": len(ms),
         "machine": MACHINE,
         "pipeline": {"name": "stock"},
-        "training": TrainingOutcome(status="success", epoch_num=0.76, auc=0.8028, target=0.80275),
+        "training": trained(losses, status="success", epoch_num=0.76, auc=0.8028, target=0.80275),
     }
-    return build_record(**known | changes, iterations_ms=ms, losses=losses)
+    return build_record(**known | changes, iterations_ms=ms)
 
 
 @pytest.fixture
@@ -166,7 +165,7 @@ def test_a_record_is_never_overwritten(written: Path) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_numbers_that_json_cannot_hold_are_refused(tmp_path: Path, bad: float) -> None:
     ms = latencies()
-    outcome = TrainingOutcome(status="aborted", epoch_num=0.1, auc=bad)
+    outcome = trained(status="aborted", epoch_num=0.1, auc=bad)
     with pytest.raises(ValueError, match=r"training\.auc is (nan|inf)"):
         write_record(tmp_path, record_of(ms, [0.5] * 80, training=outcome), ms, [0.5] * 80)
     assert not list(tmp_path.iterdir())

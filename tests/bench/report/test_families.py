@@ -10,16 +10,14 @@ from dlrm_bench.bench.records.ladder import Ladder
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import Machine
 from dlrm_bench.bench.report import families as families_module
-from dlrm_bench.bench.report.families import NO_LADDER, all_doubts, families, machine_in_words, machines
-from dlrm_bench.bench.report.sources import LadderRuns, Sources
+from dlrm_bench.bench.report.families import NO_LADDER, all_doubts, families, machines
+from dlrm_bench.bench.report.sources import Family, Sources, machine_in_words
 from tests.bench.made_records import H200, configured, recorded_runs, telemetry, write
 
 RUNS = recorded_runs()
 
 
-def ladder_of(
-    folder: Path, *, gpus: int, rungs: int, created: str, proves: bool = False, batch: int = 512
-) -> LadderRuns:
+def ladder_of(folder: Path, *, gpus: int, rungs: int, created: str, proves: bool = False, batch: int = 512) -> Family:
     """A ladder of one round; `proves` says what `proven` is made to find in it."""
     machine: Machine = {**H200, "gpus": gpus}
     config = configured(local_batch_size=batch)
@@ -28,7 +26,7 @@ def ladder_of(
         for i in range(rungs)
     }
     found = [{"name": name, "speedup_vs_first": 2.0} for name in timed]
-    return LadderRuns(
+    return Family(
         name=folder.name,
         folder=folder,
         ladder=cast(Ladder, {"id": folder.name, "created": created, "rounds": 1, "rungs": found, "proves": proves}),
@@ -118,5 +116,9 @@ def test_runs_of_one_configuration_stand_together_under_the_newest(tmp_path: Pat
 
 
 def test_machines_in_words() -> None:
-    assert machine_in_words({**H200, "nodes": 2}) == "2 nodes of 8 x H200"
+    """A record's GPUs are those of all nodes."""
+    assert machine_in_words(H200) == "8 x H200"
+    assert machine_in_words({**H200, "nodes": 2}) == "2 nodes of 4 x H200"
+    assert machine_in_words({**H200, "nodes": 2, "gpus": 1}) == "2 nodes, 1 x H200 in all"
+    assert machine_in_words({**H200, "nodes": 2, "gpus": 0, "gpu": None}) == "2 nodes of CPU"
     assert machine_in_words({**H200, "gpus": 0, "gpu": None}) == "CPU"

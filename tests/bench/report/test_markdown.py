@@ -37,7 +37,7 @@ def test_a_table_is_made_anew_and_everything_else_stays(tmp_path: Path) -> None:
     before, _, after = path.read_text().partition("| old |\n")
     assert text.startswith(before)
     assert text.endswith(after)
-    assert "| what | slow, ms | fast, ms | times faster (95 % interval) | runs |" in text
+    assert "| what | slow, ms | fast, ms | times as fast (95 % interval) | runs |" in text
     path.write_text(text)
     assert rendered(path) == text
 

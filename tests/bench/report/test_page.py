@@ -64,7 +64,7 @@ def test_the_page_is_one_small_file_that_loads_nothing(
     assert "<b>" not in text
     assert "<summary>throttled (power cap): 1 run</summary>" in text
     assert "<li>runs in no ladder: 1</li>" in text
-    assert re.search(r"</strong>\s*stock [\d.]+ ms, same [\d.]+ ms: [\d.]+ \([\d.]+ to [\d.]+\) times faster", text)
+    assert re.search(r"</strong>\s*stock [\d.]+ ms, same [\d.]+ ms: [\d.]+ \([\d.]+ to [\d.]+\) times as fast", text)
     assert "0.00000" not in text
     assert re.search(
         r"<td>fast</td><td>3</td>[^r]*<td>[\d,]+</td><td>\d+\.\d %</td><td>unknown</td><td>500</td><td>1980</td></tr>",

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.mlperf.log import MLPerfLog
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.records.record import TrainingOutcome, read_record
+from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import families
 from dlrm_bench.bench.report.pictures import of_family, published, series_marks
@@ -19,7 +19,7 @@ from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.sources import Sources
 from dlrm_bench.bench.stats.series import summary_statistics
 from dlrm_bench.dlrm.dcnv2 import ruleset
-from tests.bench.made_records import recorded_runs, write
+from tests.bench.made_records import recorded_runs, trained, write
 from tests.bench.report.test_families import ladder_of, proven  # noqa: F401 (a fixture that made ladders need)
 
 RUNS = recorded_runs()
@@ -66,7 +66,7 @@ def test_the_distributions_show_the_medians_of_the_tables(tmp_path: Path) -> Non
 
 
 def test_evaluations_are_marked_where_the_log_has_them(tmp_path: Path) -> None:
-    outcome = TrainingOutcome(status="success", epoch_num=0.5, auc=0.8, target=0.8)
+    outcome = trained(status="success", epoch_num=0.5, auc=0.8, target=0.8)
     folder = write(tmp_path / "trained", RUNS[0], training=outcome)  # 260 iterations
     log = MLPerfLog(folder / "result_0.txt")
     log.init_start()

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.report.tables import KINDS, LUCK, _ratio_cell
 from tests.bench.made_records import edit, recorded_runs, write
 from tests.bench.report.made_results import make_results
@@ -26,7 +27,7 @@ def test_a_proven_difference_is_bold_and_another_is_not(tmp_path: Path) -> None:
     pair(tmp_path / "same", 1.0)
     lines = ["what | where | a | b", "twice | twice | a | b", "the same | same | a | b"]
     heading, twice, same = KINDS["times"](tmp_path, lines)
-    assert heading == ["what", "a, ms", "b, ms", "times faster (95 % interval)", "runs"]
+    assert heading == ["what", "a, ms", "b, ms", "times as fast (95 % interval)", "runs"]
     assert twice[3].startswith("**")
     assert twice[3].endswith("**")
     assert float(twice[3].strip("*").partition(" ")[0]) == pytest.approx(2, rel=0.05)
@@ -44,7 +45,7 @@ def test_a_sustained_table_has_the_clock_and_the_gpus_and_no_short_run(tmp_path:
     lines = ["what | where | a | b", "twice | . | a | b"]
     heading, row = KINDS["sustained"](tmp_path, lines)
     assert heading[1:] == [
-        *("a, ms (by clock)", "b, ms (by clock)", "times faster (95 % interval)", "b: W a GPU", "MHz", "runs")
+        *("a, ms (by clock)", "b, ms (by clock)", "times as fast (95 % interval)", "b: W a GPU", "MHz", "runs")
     ]
     assert row[:3] == ["twice", "100.5 (102.5)", "50.25 (51.25)"]
     assert row[3] == KINDS["times"](tmp_path, lines)[1][3]
@@ -66,10 +67,19 @@ def test_a_narrow_interval_has_a_dagger_and_is_not_bold() -> None:
     assert _ratio_cell(2.0, [1.9, 2.1], is_proven=True, by_luck=False) == "**2.00 (1.900 to 2.10)**"
 
 
+def test_a_rung_that_a_lucky_one_is_compared_with_has_no_dagger() -> None:
+    """Of record 09 launch-threads agrees with pinned-d2h, the rung before, and with nothing else."""
+    rows = {row[0]: row[3:5] for row in KINDS["rungs"](next((ROOT / "results").glob("09-*")), [])[1:]}
+    daggers = {name: [LUCK in cell for cell in cells] for name, cells in rows.items()}
+    assert daggers.pop("launch-threads") == [False, True]
+    assert rows["launch-threads"][0].startswith("**")
+    assert not any(map(any, daggers.values()))
+
+
 def test_rungs_show_their_host_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ladder = make_results(tmp_path / "results", monkeypatch) / "ladder"
     heading, stock, fast, same = KINDS["rungs"](ladder, [])
-    assert heading[:5] == ["rung", "median, ms", "p99, ms", "times faster than stock, 3 rounds", "than the rung before"]
+    assert heading[:5] == ["rung", "median, ms", "p99, ms", "times as fast as stock, 3 rounds", "as the rung before"]
     assert heading[5:] == ["CPU, ms", "launches, graphs, syncs, reads"]
     assert stock[3:5] == ["", ""]
     assert fast[0] == "fast"

@@ -10,9 +10,10 @@ from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.scale.command import KNOWN_ERRORS
-from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_ms, plan_in, prediction, tables_of
+from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_ms, plan_in, prediction
 from dlrm_bench.bench.scale.simulation import simulate
 from dlrm_bench.bench.scale.work import System, plan_on
+from dlrm_bench.dlrm.benchmarks import restored
 from dlrm_bench.dlrm.runtime.gpu_types import H100_STATED, H200
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
 from dlrm_bench.dlrm.runtime.topology import P2P as P2P_NETWORK
@@ -121,7 +122,7 @@ def test_a_record_is_taken_by_its_own_plan():
     run = record(f"{P2P}/512-four-gpus").run
     plan = plan_in(run)
     assert plan is not None
-    plan.check(tables_of(run))
+    plan.check(restored(run["config"]).model.tables)
     assert [len(plan.of_rank(rank)) for rank in range(4)] == [9, 9, 17, 17]
     assert {shard.columns for shard in plan.shards} == {64}
     assert plan.replicated == (), "in peer memory of one node"

@@ -9,13 +9,13 @@ from functools import partial
 
 import numpy as np
 
-from dlrm_bench.bench.compare.comparison import compare_sides
 from dlrm_bench.bench.compare.sides import Side
 from dlrm_bench.bench.history.bisection import Finding, Pair, bisect
 from dlrm_bench.bench.ladder.comparisons import as_judged, judge_sides
 from dlrm_bench.bench.stats.change_points import Change, change_points
 from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE, drift_within
 from dlrm_bench.bench.stats.statistics import NO_VERDICT, UNPROVEN, compare
+from tests.bench.compare.two_sides import compare_sides
 from tests.bench.stats.test_rounds import places
 from tests.bench.stats.test_series import autoregressive
 

@@ -85,6 +85,18 @@ def test_host_memory_is_shared_by_the_ranks_of_a_node_and_counts_the_page_cache(
     assert share_of_the_host(4) == 2 << 20
 
 
+def test_host_memory_is_that_of_the_container(monkeypatch):
+    group = "/sys/fs/cgroup/memory"
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8192 kB\n",
+        f"{group}.stat": "inactive_file 900\n",
+        f"{group}.max": "4000\n",
+        f"{group}.current": "3000\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: files.get(str(path), ""))
+    assert share_of_the_host(2) == 950
+
+
 def test_host_memory_of_this_machine():
     page = os.sysconf("SC_PAGE_SIZE")
     assert 0 < share_of_the_host(1) <= os.sysconf("SC_PHYS_PAGES") * page

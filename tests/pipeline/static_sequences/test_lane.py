@@ -145,7 +145,7 @@ def test_a_smaller_room_is_captured_alone_and_a_larger_one_with_all_that_are_kno
     captures = run.graphs.captures
     run.runs(late)
     assert run.graphs.captures == captures
-    assert run.lane.describe()["interrupted_after"] == [EAGER, 16, 17 + AHEAD]
+    assert run.lane.interruptions == [EAGER, 16, 17 + AHEAD]
 
 
 def test_a_larger_space_has_room_for_all_batches_read_and_is_captured_after_an_eager_iteration() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.machine.source import PROGRAM, source_hash
 from dlrm_bench.bench.mlperf.submission import build as module
 from dlrm_bench.bench.mlperf.submission.build import build, read_given
 from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, arrangement
@@ -81,6 +83,11 @@ def test_records_say_more(tmp_path: Path, records: Path, monkeypatch: pytest.Mon
         path.name for path in source.iterdir()
     }
     assert all((source / "kernels" / "dense" / name).is_file() for name in ("fused_cross.cu", "hopper.cuh"))
+    for link in (path for name in PROGRAM for path in (ROOT / name).rglob("*") if path.is_symlink()):
+        (source / link.relative_to(ROOT)).unlink()
+        (source / link.relative_to(ROOT)).symlink_to(os.readlink(link))
+    assert source_hash(source) == source_hash(ROOT)
+    assert os.access(source / "launch" / "slurm" / "train.sbatch", os.X_OK)
     assert not (source / "tests").exists()
     assert not [path for path in source.rglob("*") if path.name.startswith(".") or " " in path.name]
 
@@ -122,19 +129,3 @@ def test_ten_runs_are_needed(tmp_path: Path, logs: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty is no result log, no record, and no folder of them"):
         read_given([tmp_path / "empty"])
-
-
-@pytest.mark.parametrize(
-    ("given", "left"),
-    [
-        ("a --seed 3 b", "a b"),
-        ("a --seed=3 b --run-id x", "a b"),
-        ("--results_dir x c", "c"),
-        ("--seed 1 --seed 2 --data.path seed", "--data.path seed"),
-    ],
-)
-def test_what_a_run_alone_has_is_left_out_of_its_command(given: str, left: str) -> None:
-    words = given.split()
-    for flag in ("--seed", "--run-id", "--results-dir"):
-        words = module._without(words, flag)
-    assert words == left.split()

@@ -63,6 +63,6 @@ def test_what_cannot_be_had_or_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_registration, "_take_error", lambda _: None)
     with pytest.raises(OSError, match=r"0\.1 GB of host memory cannot be pinned \(2\)"):
         host_zeros(1_000_000, 16, GPU)
-    monkeypatch.setattr(host_memory, "host_available_bytes", lambda: 10**6)
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 10**6)
     with pytest.raises(OSError, match=r"0\.1 GB of host memory are needed, 0\.0 GB are free"):
         host_zeros(1_000_000, 16, GPU)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_bench.bench.machine.host_memory import free_memory_bytes, host_memory_bytes
+from dlrm_bench.dlrm.runtime.host_memory import free_memory_bytes, node_memory_bytes
 
 MEMINFO = "MemTotal:       9000 kB\nMemFree:         100 kB\nMemAvailable:   8192 kB\nHugePages_Total:       0\n"
 KB = 1024
@@ -53,8 +53,8 @@ def node(root: Path, files: dict[str, str]) -> Path:
 )
 def test_the_containers_limit_counts(tmp_path, files, total, free):
     root = node(tmp_path, files)
-    assert (host_memory_bytes(root), free_memory_bytes(root)) == (total, free)
+    assert (node_memory_bytes(root), free_memory_bytes(root)) == (total, free)
 
 
 def test_this_node_has_memory():
-    assert 0 < free_memory_bytes() <= host_memory_bytes()
+    assert 0 < free_memory_bytes() <= node_memory_bytes()

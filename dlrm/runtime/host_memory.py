@@ -1,6 +1,5 @@
 """Memory of this node: how much there is, and how much of it a run can still have."""
 
-import os
 from pathlib import Path
 
 _LIMITS = (
@@ -10,7 +9,7 @@ _LIMITS = (
 """Folder of control groups, and its files with a container's limit and its usage, of their versions 2 and 1."""
 
 
-def host_memory_bytes(root: Path = Path("/")) -> int:
+def node_memory_bytes(root: Path = Path("/")) -> int:
     """Returns the memory of this node, of the container's limit where that is less."""
     return min([_meminfo(root)["MemTotal"], *(limit for limit, _ in _containers(root))])
 
@@ -18,15 +17,6 @@ def host_memory_bytes(root: Path = Path("/")) -> int:
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Returns the memory that a run can still have: free, or the page cache's; within the container's limit."""
     return min([_meminfo(root)["MemAvailable"], *(max(0, limit - used) for limit, used in _containers(root))])
-
-
-def drop_page_cache() -> None:
-    """Empties the page cache of this node. ValueError without root's rights."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-    except OSError as error:
-        raise ValueError(f"--mlperf.clear-cache needs root on every node: {error}") from error
 
 
 def _meminfo(root: Path) -> dict[str, int]:
