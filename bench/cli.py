@@ -233,7 +233,7 @@ class Data:
     generate: planted samples with a known best possible AUC. fill: random samples, fast, for measurements. preprocess:
     conversion of the benchmark's raw data files to MLPerf's formats. check: completeness and values of the files in a
     directory. speed: the rate at which ranks read the files. rows: the number of rows of sequence tables that training
-    names (needs --preset mlperf-dlrmv4, also for --help). counts: how often samples from files or at random name each
+    names (--preset selects a benchmark with such tables). counts: how often samples from files or at random name each
     row of pooled tables. --preset NAME selects the benchmark of that preset and the flags that --help shows.
     """
 

@@ -280,6 +280,8 @@ def run(
         schedule = plan_schedule(
             config, dataset.train_samples, ranks.world_size, epoch_iterations(config, dataset, ranks)
         )
+        if config.target_auc is not None:  # raises where its samples fill no batch; nothing is read
+            dataset.eval_batches(ranks.rank, ranks.world_size, config.local_batch_size)
         resumed = find_checkpoint(config, schedule)
         origin = say_origin(config, resumed, ranks)
         folder = agree_on_folder(config, ranks, machine)
@@ -328,6 +330,8 @@ def run(
                 log.init_stop()
                 log.run_start()
                 log.epoch_start()
+            else:
+                log.block_go_on(this.epoch_num)
             with stall:  # until the last checkpoint is on disk
                 try:
                     with RunMonitor(ranks.device, this.clock, config.warmup_iterations) as monitor:

@@ -66,8 +66,9 @@ def _print(outcome: Outcome) -> int:
     if training["target"] is not None:
         best = training["best_auc"]
         reached = "missed" if missed else "reached"
+        auc = "none, as no evaluation was due" if training["auc"] is None else f"{training['auc']:.5f}"
         console.print(
-            f"AUC          {training['auc']:.5f}, target {training['target']:.5f} {reached} after "
+            f"AUC          {auc}, target {training['target']:.5f} {reached} after "
             f"{training['epoch_num']:.3f} epochs" + (f"; best of any model {best:.5f}" if best is not None else "")
         )
         status = status or _check_log(outcome, console)

@@ -71,6 +71,12 @@ class DataOptions(Protocol):
         ...
 
     @property
+    def steps_depend_on_batch(self) -> bool:
+        """Whether the samples of a step depend on the global batch size of earlier steps, as where each of several
+        parts of the data leaves out the samples that fill no global batch."""
+        ...
+
+    @property
     def is_random(self) -> bool:
         """Whether batches are drawn at random, without end and with labels that nothing can learn."""
         ...

@@ -156,6 +156,7 @@ def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
         raise ValueError(f"--resume: {error}") from error
     _check_same(folder, state["config"], as_json(config), config.data.sample_fields)
     _check_data(folder, state["data_files"], config)
+    _check_batch(folder, state["losses"][-1]["global_batch_size"], config, schedule.global_batch_size)
     first, rest = divmod(state["samples"], schedule.global_batch_size)
     if rest:
         raise ValueError(
@@ -218,6 +219,20 @@ def _check_data(folder: Path, saved: dict[str, FileContent], config: RunConfig) 
                 f"--resume {folder}: {config.data.path}/{name} has another content than the file it was trained on: "
                 "name the directory of that data with --data.path"
             )
+
+
+def _check_batch(folder: Path, before: int, config: RunConfig, now: int) -> None:
+    """Raises ValueError where another global batch size than `before` would train samples twice, leave some out, or
+    change the learning rate."""
+    scheduled = config.optimizer.rate(1) is not None
+    if before == now or not (scheduled or config.data.steps_depend_on_batch):
+        return
+    ranks = now // config.local_batch_size
+    way_out = f"choose --local-batch-size {before // ranks}" if before % ranks == 0 else "use another number of ranks"
+    raise ValueError(
+        f"--resume {folder}: it was trained with global batches of {before} samples, and this run's have {now}: the "
+        f"data's parts or the learning-rate schedule count global batches: {way_out}"
+    )
 
 
 def extended(before: Sequence[LossStretch], global_batch_size: int, losses: Sequence[float]) -> list[LossStretch]:

@@ -47,7 +47,7 @@ class AbortWatch:
         self._on_abort = on_abort
         self._ending = threading.Lock()
         self._reason = ""
-        self._told = threading.Event()
+        self._told, self._left = threading.Event(), threading.Event()
 
     def __enter__(self) -> "AbortWatch":
         if self._ranks.world_size > 1:
@@ -73,6 +73,7 @@ class AbortWatch:
                 self._on_abort()
             finally:
                 self._announce(f"{type(error).__name__}: {error}")
+        self._left.set()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             # None: one in C, as that of PYTHONFAULTHANDLER for SIGBUS, which Python cannot put back.
@@ -114,6 +115,8 @@ class AbortWatch:
             return
         self._told.set()
         time.sleep(_GRACE_S)
+        if self._left.is_set():  # a later run of this process has a watch of its own
+            return
         self._end(self._reason, 1, announce=False)
 
     def _end(self, reason: str, code: int, announce: bool) -> None:

@@ -49,11 +49,20 @@ class Schedule:
         return self.iterations if self.min_time_s is None else self.most
 
     def resumed(self, first: int) -> "Schedule":
-        """Returns the schedule of a run that resumes after `first` iterations; one by time takes its whole time
-        again."""
-        if self.min_time_s is None:
-            return replace(self, first=first)
-        return replace(self, first=first, iterations=min(first + self.iterations, self.most))
+        """Returns the schedule of a run that resumes after `first` iterations; one by time takes its whole time again.
+
+        ValueError where a run to a target would end before its next evaluation.
+        """
+        if self.min_time_s is not None:
+            return replace(self, first=first, iterations=min(first + self.iterations, self.most))
+        if self.evaluate_every is not None and not self.evaluates_last:
+            following = math.ceil(max(first + 1, self.first_evaluation) / self.evaluate_every) * self.evaluate_every
+            if following > self.iterations:
+                raise ValueError(
+                    f"--target-auc: the next evaluation is after iteration {following}, and the run resumes after "
+                    f"iteration {first} and ends after {self.iterations}: raise --iterations or leave it out"
+                )
+        return replace(self, first=first)
 
     def epoch_num(self, iteration: int) -> float:
         """Fraction of the epoch that `iteration` iterations have seen."""

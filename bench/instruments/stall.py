@@ -164,6 +164,9 @@ def _key(rank: int) -> str:
 def _stage() -> str:
     """Returns the activity of the main thread or, while that waits for its saving thread, of the saving thread."""
     frames = sys._current_frames()
+    # This thread's frame and its local are a cycle, which would keep the stacks of all threads, with their tensors, as
+    # Python collects no cycles while a run trains.
+    frames.pop(threading.get_ident(), None)
     files = list(_files(frames.get(threading.main_thread().ident or 0)))
     for file in files:
         inner = file.removeprefix(f"{ROOT}/").removeprefix("dlrm_bench/")

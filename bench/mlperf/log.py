@@ -158,6 +158,12 @@ class MLPerfLog:
         else:
             self.block_start(0.0)
 
+    def block_go_on(self, epoch_num: float) -> None:
+        """Begins a block, unless one is open: training goes on after the log of an interrupted run."""
+        with self._lock:
+            if not self._in_block:
+                self.block_start(epoch_num)
+
     def block_start(self, epoch_num: float) -> None:
         """Begins a block, which the next evaluation or the run's end stops; does nothing where there is one epoch."""
         with self._lock:

@@ -161,6 +161,11 @@ class DataConfig:
         return ("source", "train_days", "random_batches", "random_skew", "random_ids")
 
     @property
+    def steps_depend_on_batch(self) -> bool:
+        """False: samples follow one another."""
+        return False
+
+    @property
     def is_random(self) -> bool:
         """Whether batches are drawn at random, without end and with labels that nothing can learn."""
         return self.source == "random"

@@ -364,6 +364,11 @@ class DataConfig:
         return ("train_windows",)
 
     @property
+    def steps_depend_on_batch(self) -> bool:
+        """True: each window leaves out the samples that fill no global batch."""
+        return True
+
+    @property
     def is_random(self) -> bool:
         """Whether batches are drawn at random: never."""
         return False

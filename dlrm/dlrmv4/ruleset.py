@@ -53,6 +53,8 @@ _BATCHES = (8192, 32768)
 """Global batches between which reference convergence points are interpolated; a run outside has none."""
 _CONFIG_FILE = "run.json"
 """The record's file that has the whole configuration as it was resolved."""
+_ROUNDING = 1e-9
+"""Share by which a learning rate may exceed its bounds, as in closed_dlrmv4.yaml."""
 
 
 def hyperparameters(
@@ -127,7 +129,7 @@ def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> 
     if not _BATCHES[0] <= batch <= _BATCHES[1]:
         yield f"the global batch is {batch}: reference convergence points are of {_BATCHES[0]} to {_BATCHES[1]}"
     least, most = (share * mlperf_learning_rate(batch) for share in (0.5, 1.5))
-    if not least <= optimizer.learning_rate <= most:
+    if not least * (1 - _ROUNDING) <= optimizer.learning_rate <= most * (1 + _ROUNDING):
         yield f"--optimizer.learning-rate is {optimizer.learning_rate}: at this batch it is {least:.3g} to {most:.3g}"
 
 

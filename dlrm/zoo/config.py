@@ -197,6 +197,11 @@ class RandomData:
         return ("random_batches",)
 
     @property
+    def steps_depend_on_batch(self) -> bool:
+        """False: samples follow one another."""
+        return False
+
+    @property
     def is_random(self) -> bool:
         """True: labels cannot be learned."""
         return True

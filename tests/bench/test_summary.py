@@ -118,6 +118,12 @@ def test_target_missed(capsys):
     assert "0.80211, target 0.80275 missed after 0.999 epochs" in text
 
 
+def test_a_run_that_ended_before_its_next_evaluation(capsys):
+    status, text = printed(capsys, outcome({**MISSED, "auc": None}))
+    assert status == EXIT_TARGET_MISSED
+    assert "AUC          none, as no evaluation was due, target 0.80275 missed" in text
+
+
 def test_a_log_that_the_checker_refuses(capsys, compliant):
     compliant["passed"] = False
     status, text = printed(capsys, outcome(REACHED))

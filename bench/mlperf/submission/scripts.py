@@ -7,6 +7,7 @@ run_and_time.sh (submission_rules.adoc, "Directory structure", Training). They m
 import json
 
 from dlrm_bench.bench.mlperf.submission.package import Package
+from dlrm_bench.bench.records.record import RUN_JSON
 from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.dlrm.benchmarks import named
 
@@ -26,7 +27,7 @@ One run is
 - Data traversal order: {order}; `dlrm/{folder}/data/dataset.py`.
 - Model and its initialisation: `dlrm/{folder}/network.py`, `dlrm/tables/initial_weights.py`.
 - Optimizer, hyperparameters, evaluation frequency: `{system}_{implementation}.json`, as the runs resolved them.
-- Evaluation: exact AUC over all samples, `dlrm/data/metrics.py`.
+- Evaluation: exact AUC, `dlrm/data/metrics.py`, over the samples of `dlrm/{folder}/data/dataset.py`.
 """
 
 _SETUP = """#!/usr/bin/env bash
@@ -69,6 +70,7 @@ def write_scripts(package: Package, implementation: str, command: str, record: R
     configuration = {key: record[key] for key in ("config", "git", "pipeline")} if record else {}
     files = {
         f"{system}_{implementation}.json": json.dumps(configuration, indent=4) + "\n",
+        **({RUN_JSON: json.dumps(record, indent=1) + "\n"} if record else {}),  # which logs name as configuration
         "README.md": _README.format(**names),
         "setup.sh": _SETUP.format(**names),
         "init_datasets.sh": _DATASETS.format(**names),

@@ -3,8 +3,10 @@
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from dlrm_bench.bench.checkpoints.saved_state import (
     STATE_SCHEMA,
     Resumed,
     RunState,
+    _check_batch,
     checkpoint_in,
     checkpoint_name,
     extended,
@@ -168,6 +171,22 @@ def test_a_state_without_a_field_or_without_text_is_named(tmp_path: Path) -> Non
     (folder / STATE_JSON).write_text("[]")
     with pytest.raises(ValueError, match="expected an object"):
         read_run_state(checkpoint_in(tmp_path))
+
+
+def test_another_global_batch_is_refused_where_steps_or_rates_count_batches(tmp_path: Path) -> None:
+    """DLRMv4's windows drop what fills no batch, and its rate rises by iterations; DLRM-DCNv2 has neither."""
+    given = replace(preset("mlperf-dlrmv4"), local_batch_size=64, resume=tmp_path)
+    save(tmp_path, config=as_json(given), **of(6, 128))
+    schedule = partial(Schedule, iterations=100, evaluate_every=None, iterations_per_epoch=100)
+    with pytest.raises(ValueError, match=r"global batches of 128 .*this run's have 64: .*--local-batch-size 128"):
+        _check_batch(tmp_path, 128, given, 64)
+    with pytest.raises(ValueError, match=r"this run's have 192: .* use another number of ranks"):
+        _check_batch(tmp_path, 128, given, 192)
+    for size in (64, 128):
+        _check_batch(tmp_path, 128, replace(given, local_batch_size=size), 128)
+    _check_batch(tmp_path, 128, config(tmp_path), 64)
+    with patch.object(saved_state, "_check_data"), pytest.raises(ValueError, match="this run's have 64"):
+        find_checkpoint(given, schedule(global_batch_size=64))
 
 
 @pytest.mark.parametrize("manifest", [True, False])

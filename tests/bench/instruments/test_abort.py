@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -220,6 +221,23 @@ def test_handlers_are_restored(monkeypatch):
     assert closed == [1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_watch_that_was_left_ends_no_later_run_of_its_process(monkeypatch, left):
+    """Its thread still waits for the word of a failed rank, and would end the process before the later run's log."""
+    of_rank = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "device": torch.device("cpu")}
+    store = SimpleNamespace(wait=lambda *_: None, get=lambda _: b"rank 1 failed")
+    ended = []
+    monkeypatch.setattr(abort, "connect_store", lambda: store)
+    monkeypatch.setattr(abort.time, "sleep", lambda _: None)
+    watch = AbortWatch(Ranks(**of_rank), lambda: None)
+    monkeypatch.setattr(watch, "_end", lambda reason, code, announce: ended.append(reason))
+    if left:
+        with watch:
+            pass
+    watch._watch_ranks()
+    assert ended == ([] if left else ["rank 1 failed"])
 
 
 def test_a_handler_in_c_is_none_that_can_be_put_back():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.bench.instruments.schedule import plan_schedule
+from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dcnv2.config import DataConfig
 
@@ -165,3 +165,21 @@ def test_a_run_that_would_end_before_its_first_evaluation_is_refused():
         plan_schedule(dlrmv4(iterations=6999), 2_290_835_423, 8)
     assert plan_schedule(dlrmv4(iterations=6999, target_auc=None), 2_290_835_423, 8).evaluate_every is None
     assert plan_schedule(dlrmv4(iterations=7000), 2_290_835_423, 8).evaluates_after(7000)
+
+
+def test_a_run_that_would_end_before_its_next_evaluation_is_not_resumed():
+    this = Schedule(
+        global_batch_size=8,
+        iterations=24,
+        evaluate_every=5,
+        first_evaluation=10,
+        evaluates_last=False,
+        iterations_per_epoch=100,
+    )
+    for first in (0, 5, 15, 19):
+        assert this.resumed(first).first == first
+    for first, following in ((20, 25), (23, 25)):
+        with pytest.raises(ValueError, match=f"the next evaluation is after iteration {following}, .* ends after 24"):
+            this.resumed(first)
+    assert replace(this, evaluates_last=True).resumed(20).first == 20
+    assert replace(this, evaluate_every=None).resumed(20).first == 20

@@ -1,5 +1,6 @@
 """DLRMv4 by ruleset 6.1.0: what its logs must have, and which division a run is of."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,6 +188,31 @@ def test_a_resumed_log_says_everything_once(tmp_path: Path) -> None:
     verdict = check_compliance(tmp_path / "resumed", "6.1.0")
     assert verdict.passed, verdict.output
     assert log.text.count("block_stop") == whole.count("block_stop") == 2
+
+
+def test_a_log_that_goes_on_after_its_last_evaluation_begins_a_block(tmp_path: Path) -> None:
+    """The first run's iterations ended with that evaluation, and no block followed it."""
+    whole = write_log(tmp_path / "whole", aucs=(0.7,))
+    log = MLPerfLog(tmp_path / "resumed", TRAIN_SAMPLES)
+    log.go_on(whole[: whole.index(":::MLLOG", whole.index('"eval_stop"'))])
+    points = cadence(TRAIN_SAMPLES, BATCH, 1000)
+    for _ in range(2):  # which a block that is open leaves as it is
+        log.block_go_on(points.first * BATCH / TRAIN_SAMPLES)
+    log.eval_start((points.first + points.every) * BATCH / TRAIN_SAMPLES)
+    keys = [json.loads(line.split(" ", 1)[1])["key"] for line in log.text.splitlines() if line.startswith(":::MLLOG")]
+    kept = [key for key in keys if key.startswith(("block", "eval_st"))]
+    assert kept == [
+        *("block_start", "block_stop", "eval_start", "eval_stop") * 1,
+        "block_start",
+        "block_stop",
+        "eval_start",
+    ]
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(10_240, 1.875e-6), (20_480, 3.75e-6), (8192, 0.5e-6)])
+def test_rates_at_their_bounds_are_closed_whatever_their_rounding(batch: int, rate: float) -> None:
+    config = replace(CLOSED, optimizer=replace(CLOSED.optimizer, learning_rate=rate))
+    assert division_of(config, Samples(), batch) == ("closed", [])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -67,13 +67,16 @@ def test_records_say_more(tmp_path: Path, records: Path, monkeypatch: pytest.Mon
     assert built.package.system == "8_x_Fast_dlrm-bench"
     scripts = built.package.implementations / built.package.system
     assert sorted(path.name for path in scripts.iterdir()) == [
-        "8_x_Fast_dlrm-bench_dlrm-bench.json", "README.md", "init_datasets.sh", "run_and_time.sh", "setup.sh",
+        "8_x_Fast_dlrm-bench_dlrm-bench.json", "README.md", "init_datasets.sh", "run.json", "run_and_time.sh",
+        "setup.sh",
     ]  # fmt: skip
     for script in scripts.glob("*.sh"):
         subprocess.run(["bash", "-n", script], check=True)
         assert script.stat().st_mode & 0o111
     configuration = json.loads((scripts / "8_x_Fast_dlrm-bench_dlrm-bench.json").read_text())
     assert configuration["config"]["local_batch_size"] == given[0].record["config"]["local_batch_size"]  # type: ignore[index]
+    record = json.loads((scripts / "run.json").read_text())  # which logs name as config_filename
+    assert record == given[0].record
     source = built.package.implementations / "dlrm-bench"
     program = [sys.executable, source / "launch" / "dlrm.py", "--print-config"]
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
