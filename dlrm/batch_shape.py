@@ -15,10 +15,10 @@ class BatchShape:
     """The format of activations, pooled vectors, their gradients and the dense network's working weights: fp32 or bf16.
     Master weights, tables and optimizer state are fp32."""
     parts: int = 1
-    """Number of equal ranges of samples that go through the iteration one after the other; divides `samples`."""
+    """Number of equal ranges of samples that pass through the iteration one after another; divides `samples`."""
 
     def __post_init__(self) -> None:
-        assert self.samples % self.parts == 0, f"{self.samples} samples do not go in {self.parts} equal parts"
+        assert self.samples % self.parts == 0, f"{self.samples} samples cannot be split into {self.parts} equal parts"
 
     @property
     def part_samples(self) -> int:
@@ -27,6 +27,6 @@ class BatchShape:
 
     @property
     def rows(self) -> tuple[slice, ...]:
-        """The rows of each part in a matrix of the local batch."""
+        """Returns the rows of each part in a matrix of the local batch."""
         size = self.part_samples
         return tuple(slice(part * size, (part + 1) * size) for part in range(self.parts))

@@ -1,7 +1,7 @@
-"""A benchmark as a value: everything that the harness asks of a model, one object beside that model.
+"""A benchmark as a value: one object beside each model, with everything that the harness needs from the model.
 
 The training loop, the clock, the log, ladders, limits and reports know this type and no model. It needs no torch, so
-that records are read, compared and reported without; `parts` imports the modules that train.
+that records can be read, compared and reported without it; `parts` imports the modules that train.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,28 +28,28 @@ class Piece(NamedTuple):
 
     name: str
     stage: str
-    """A stage of kernels.stages.STAGES, or several in words."""
+    """A stage of kernels.stages.STAGES, or a description of several."""
     flop: float = 0.0
     memory: float = 0.0
     links: float = 0.0
     """Bytes that leave the rank for other GPUs of its node."""
     pcie: float = 0.0
     waits: bool = False
-    """Whether the next piece that waits cannot begin before this one has ended: such pieces are a chain, whose times
-    add up."""
+    """Whether the next piece with `waits` cannot begin before this one has ended: these pieces form a chain, whose
+    times add up."""
 
 
 SampleSizes = Mapping[str, float]
-"""Means over samples of what an iteration's work depends on and its configuration does not say, by names of the
-benchmark's own: lengths of histories, say. Empty where none were measured."""
+"""Per-sample means of quantities that an iteration's work depends on and its configuration does not determine, such as
+history lengths; the benchmark chooses the names. Empty if none were measured."""
 UNMEASURED: SampleSizes = MappingProxyType({})
 
 
 class TableWork(NamedTuple):
-    """Bytes and elements that the tables' part of an iteration moves, a rank's share."""
+    """A rank's share of the bytes and elements that an iteration's table work moves."""
 
     ids: float
-    """Ids that the rank sends to tables' owners."""
+    """Ids that the rank sends to the owners of their tables."""
     vectors: float
     """Numbers that come back, and whose gradients are sent."""
     lookup: float
@@ -74,30 +74,30 @@ class Work(Protocol):
     def table_work(
         self, config: TrainingConfig, samples: int, vector_bytes: int, sizes: SampleSizes = UNMEASURED
     ) -> TableWork:
-        """Returns what the tables' part moves for `samples` samples; nothing of it is taken to lie in a cache.
+        """Returns the table work's traffic for `samples` samples, assuming that caches hold nothing.
 
-        vector_bytes: of a number of a looked-up vector, or of its gradient."""
+        vector_bytes: bytes of one element of a looked-up vector, or of its gradient."""
         ...
 
     def flop_per_sample(self, config: TrainingConfig, sizes: SampleSizes = UNMEASURED) -> float:
-        """Returns the floating-point operations that training on a sample needs, table lookups left out."""
+        """Returns the floating-point operations of training on one sample, excluding table lookups."""
         ...
 
     def pieces(
         self, config: TrainingConfig, world_size: int, cache_bytes: float, sizes: SampleSizes = UNMEASURED
     ) -> list[Piece]:
-        """Returns the pieces of an iteration on one rank that has its share of everything. cache_bytes: what the GPU's
-        cache keeps from one use to the next."""
+        """Returns the pieces of an iteration on one rank with an equal share of all work. cache_bytes: bytes that the
+        GPU's cache keeps between uses."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """Iterations at which a run to a target evaluates."""
+    """Iterations at which a run to a target AUC evaluates."""
 
     every: int
     first: int
-    """A multiple of `every`: earlier evaluations are left out."""
+    """A multiple of `every`: earlier evaluations are skipped."""
     at_end: bool
     """Whether a run evaluates after its last iteration, whatever the cadence."""
 
@@ -123,7 +123,7 @@ class Published(NamedTuple):
 
 
 class SubmissionWords(NamedTuple):
-    """Words on a benchmark in the files that a submission needs beside the source code."""
+    """A benchmark's wording for the files that a submission needs besides the source code."""
 
     folder: str
     """The benchmark's folder in dlrm/, with data/preprocess.py, data/dataset.py and network.py."""
@@ -132,7 +132,7 @@ class SubmissionWords(NamedTuple):
     order: str
     """The order in which a run reads its samples."""
     data_flags: str
-    """Flags of `dlrm-bench data` that choose the benchmark, with a space after them; empty for the default one."""
+    """Flags of `dlrm-bench data` that select the benchmark, followed by a space; empty for the default one."""
 
 
 class Ruleset(Protocol):
@@ -140,28 +140,28 @@ class Ruleset(Protocol):
 
     @property
     def version(self) -> str:
-        """The ruleset of mlperf_logging's checkers that judges its logs: the newest of `versions`."""
+        """The ruleset of mlperf_logging's checkers for this benchmark's logs: the newest of `versions`."""
         ...
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """All rulesets that know the benchmark."""
+        """All rulesets that include the benchmark."""
         ...
 
     @property
     def target_auc(self) -> float:
-        """The AUC that a run of the closed division has to reach."""
+        """The AUC that a run of the closed division must reach."""
         ...
 
     @property
     def train_samples(self) -> int:
-        """Training samples of MLPerf's data."""
+        """Number of training samples in MLPerf's data."""
         ...
 
     @property
     def counts_samples(self) -> bool:
-        """Whether logs count samples and have a block between two evaluations; otherwise the fraction of the epoch, and
-        one epoch."""
+        """Whether logs count samples and have one block between evaluations; otherwise they give the fraction of the
+        epoch, and one epoch."""
         ...
 
     @property
@@ -171,7 +171,7 @@ class Ruleset(Protocol):
 
     @property
     def pinned_to_data(self) -> frozenset[str]:
-        """Keys of which the open division too allows values of MLPerf's own data alone."""
+        """Keys whose values must be those of MLPerf's own data, in the open division too."""
         ...
 
     @property
@@ -191,8 +191,8 @@ class Ruleset(Protocol):
         ...
 
     def obstacles(self, config: TrainingConfig, run: Mapping[str, Any], data: "Dataset") -> Iterator[str]:
-        """Yields in words what keeps a run out of the closed division. run: the other fields of its configuration,
-        and global_batch_size."""
+        """Yields the reasons, in words, why a run is not valid in the closed division. run: the other fields of its
+        configuration, and global_batch_size."""
         ...
 
 
@@ -201,22 +201,22 @@ class StaticDenseOptions:
     """The options of the static pipeline that its stage 3 depends on."""
 
     eight_bits: bool
-    """Whether the largest products have factors of eight bits (--fp8)."""
+    """Whether the largest products have 8-bit factors (--fp8)."""
     peer_memory: bool
     """Whether ranks exchange gradients and weights through peer memory."""
     may_go_in_parts: bool
-    """Whether the embedding stages take the batch in several parts."""
+    """Whether the embedding stages can process the batch in several parts."""
 
 
 class Parts(Protocol):
     """Data and models of a benchmark; importing it imports torch."""
 
     def open_data(self, config: TrainingConfig) -> "Dataset":
-        """Opens and checks the data; ValueError names the file or flag that is wrong."""
+        """Opens and checks the data; ValueError names the bad file or flag."""
         ...
 
     def data_content(self, config: TrainingConfig) -> "dict[str, FileContent]":
-        """Returns the fingerprints of the files that a run reads, by name; empty where there are none."""
+        """Returns the fingerprints of the files that a run reads, by name; empty without files."""
         ...
 
     def batch_bytes(self, config: TrainingConfig) -> int:
@@ -230,22 +230,22 @@ class Parts(Protocol):
     def static_dense(
         self, config: TrainingConfig, options: StaticDenseOptions, ranks: "Ranks", memory: "PeerMemory | None"
     ) -> "StaticDense":
-        """Returns stage 3 of the static pipeline, where it trains this benchmark. memory: given where options ask for
+        """Returns stage 3 of the static pipeline, if that trains this benchmark. memory: given if the options request
         peer memory. Collective."""
         ...
 
     def static_sequences(self, config: TrainingConfig, ranks: "Ranks") -> "StaticSequences":
-        """Returns stage 3 of the static pipeline, where it trains this benchmark, whose tables are not pooled.
+        """Returns stage 3 of the static pipeline, if that trains this benchmark and its tables are not pooled.
         Collective."""
         ...
 
     def torchrec_model(self, config: TrainingConfig, ranks: "Ranks") -> "TorchRecModel":
-        """Returns the model for the pipelines over TorchRec's modules, not sharded yet; imports torchrec."""
+        """Returns the unsharded model for the pipelines over TorchRec's modules; imports torchrec."""
         ...
 
 
 DataCommand = Callable[[str, str | None, Sequence[str]], int]
-"""Runs a command of `dlrm-bench data`, such as generate, with the preset that is named and all other words; returns the
+"""Runs a command of `dlrm-bench data`, such as generate, with the given preset and the remaining words; returns the
 exit status."""
 
 
@@ -268,12 +268,12 @@ class Preset:
     run: Mapping[str, Any] = field(default_factory=dict)
     """Fields of bench.config.RunConfig that differ from their defaults."""
     division: str = "open"
-    """The MLPerf division that its runs ask for."""
+    """The MLPerf division that its runs request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A benchmark."""
+    """A model with its data, presets, ladders, rules and work."""
 
     name: str
     """Its name in records, and in MLPerf's logs if it is one of MLPerf's."""
@@ -285,37 +285,36 @@ class Benchmark:
     pipelines: tuple[str, ...]
     """Names of the pipelines that train it, as --pipeline takes them."""
     ruleset: Ruleset | None
-    """None where MLPerf has no rules for it."""
+    """None if MLPerf has no rules for it."""
     work: Work | None
-    """None where its work is not counted."""
+    """None if its work is not counted."""
     parts: Callable[[], Parts]
-    """Imports what trains it."""
+    """Imports the modules that train it."""
     data_command: DataCommand | None = None
-    """Makes and checks its data; None where there are no files."""
+    """Generates and checks its data; None if it uses no files."""
     cadence: Callable[[int, int, int], Evaluations] = parts_of_epoch
     """Evaluations of a run to a target, from the training samples of an epoch, the global batch size and
     --evaluations-per-epoch."""
     sample_sizes: "Callable[[Dataset, TrainingConfig, int, range], SampleSizes] | None" = None
-    """Measures the sizes of samples on which a world size trains in a range of iterations, counted from 0; None where
-    the configuration says all that `work` asks for."""
+    """Measures the sizes of the samples that a world size trains on in a range of iterations, counted from 0; None if
+    the configuration determines everything that `work` needs."""
     table_ids: "Callable[[TrainingConfig, HostBatch], Sequence[NDArray[np.int32]]] | None" = None
-    """Returns the ids that a batch of its data names in each table, [any]; None where the model makes ids of what a
-    batch holds."""
+    """Returns the ids that a batch looks up in each table, [any]; None if the model derives ids from the batch."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None
-    """Raises ValueError, naming the flag, where the static pipeline's stage 3 cannot train a configuration; None where
-    the static pipeline does not train the benchmark."""
+    """Raises ValueError, naming the flag, if the static pipeline's stage 3 cannot train a configuration; None if the
+    static pipeline does not train the benchmark."""
     static_parts: Callable[[int, StaticDenseOptions], int] | None = None
-    """The number of parts in which the static pipeline takes a local batch of this size from lookup to gradients; None
-    where it does not train the benchmark."""
+    """The number of parts in which the static pipeline processes a local batch of this size from lookup to gradients;
+    None if it does not train the benchmark."""
 
     @property
     def option_types(self) -> dict[str, type]:
-        """The dataclass of each block of the configuration that is the benchmark's own, by the block's name."""
+        """The dataclass of each benchmark-specific block of the configuration, by the block's name."""
         default = next(iter(self.presets.values())).training
         return {block: type(getattr(default, block)) for block in ("model", "data", "optimizer")}
 
     def restored(self, config: Mapping[str, Any]) -> TrainingConfig:
-        """Returns the training configuration of a record's config. What this version does not know is left out."""
+        """Returns the training configuration of a record's config, ignoring fields that this version does not know."""
         options = {block: _restored(kind, config.get(block, {})) for block, kind in self.option_types.items()}
         known = {name: config[name] for name in ("local_batch_size", "precision", "seed") if name in config}
         return TrainingConfig(**options, **known)

@@ -26,7 +26,7 @@ def preset_of(name: str) -> tuple[Benchmark, Preset]:
 
 
 def benchmark_of(config: Mapping[str, Any]) -> Benchmark | None:
-    """Returns the benchmark of a record's config; None of an unknown name, as in records of another program's
+    """Returns the benchmark of a record's config; None if its name is unknown, as in records of another program's
     timings."""
     return next((benchmark for benchmark in BENCHMARKS if benchmark.name == config.get("benchmark")), None)
 
@@ -36,11 +36,11 @@ def named(name: str) -> Benchmark:
     for benchmark in BENCHMARKS:
         if benchmark.name == name:
             return benchmark
-    raise ValueError(f"no benchmark is called {name!r}: known are {', '.join(b.name for b in BENCHMARKS)}")
+    raise ValueError(f"there is no benchmark {name!r}: known are {', '.join(b.name for b in BENCHMARKS)}")
 
 
 def of_mlperf_log(name: str | None) -> Benchmark | None:
-    """Returns the benchmark that an MLPerf log calls by this name; None of no name, or of an unknown one."""
+    """Returns the benchmark that an MLPerf log calls by this name; None for no name or an unknown one."""
     for benchmark in BENCHMARKS:
         rules = benchmark.ruleset
         if rules is not None and name in (benchmark.name, *rules.reference_names):
@@ -49,5 +49,5 @@ def of_mlperf_log(name: str | None) -> Benchmark | None:
 
 
 def restored(config: Mapping[str, Any]) -> TrainingConfig:
-    """Returns the training configuration of a record's config; ValueError where its benchmark is unknown."""
+    """Returns the training configuration of a record's config; ValueError if its benchmark is unknown."""
     return named(str(config.get("benchmark"))).restored(config)

@@ -25,11 +25,11 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_learning_rate(value: float) -> None:
-    """Raise ValueError unless `value` is a learning rate that every optimizer takes."""
+    """Raises ValueError unless `value` is a learning rate that every optimizer accepts."""
     require(0 < value < math.inf, "--optimizer.learning-rate must be finite and positive")
     require(
         2**-149 <= value < 2**128,
-        f"--optimizer.learning-rate is {value}: it must be a number that float32 holds, as weights do",
+        f"--optimizer.learning-rate is {value}: it must be representable in float32, the format of the weights",
     )
 
 
@@ -78,7 +78,7 @@ class DataOptions(Protocol):
 
     @property
     def is_random(self) -> bool:
-        """Whether batches are drawn at random, without end and with labels that nothing can learn."""
+        """Whether batches are random, unlimited in number, and have labels that no model can learn."""
         ...
 
     @property
@@ -101,8 +101,8 @@ class OptimizerOptions(Protocol):
         ...
 
     def rate(self, iteration: int) -> float | None:
-        """Returns the learning rate of an iteration, counted from 1 over the whole training; None, for every iteration,
-        where `learning_rate` is constant."""
+        """Returns the learning rate of an iteration, counted from 1 over the whole training; always None if
+        `learning_rate` is constant."""
         ...
 
 
@@ -113,7 +113,7 @@ OptimizerT = TypeVar("OptimizerT", bound=OptimizerOptions, default=OptimizerOpti
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainingConfig(Generic[ModelT, DataT, OptimizerT]):
-    """The subject of a training: model, data, optimizer, batch, number format and seed."""
+    """The complete description of a training: model, data, optimizer, batch, number format and seed."""
 
     model: ModelT
     data: DataT

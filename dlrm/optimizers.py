@@ -1,6 +1,6 @@
-"""Optimizers as values: the constants of each, and its state beside a weight.
+"""Optimizers as values: the constants of each, and the size of its state.
 
-Learning rates are no part of them: a pipeline holds its rates on the device, and the training loop may set them.
+Learning rates are separate: a pipeline holds its rates on the device, and the training loop may set them.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class SGD:
     name: ClassVar[str] = "sgd"
 
     def state_columns(self, columns: int) -> int:
-        """Returns the number of fp32 elements of state of a table row of `columns` columns."""
+        """Returns the number of fp32 state elements of a table row of `columns` columns."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Adagrad:
-    """Element-wise Adagrad (Duchi et al. 2011, JMLR 12), torch.optim.Adagrad without decay: a sum of squared gradients
-    for each weight."""
+    """Element-wise Adagrad (Duchi et al. 2011, JMLR 12), as torch.optim.Adagrad without decay: a sum of squared
+    gradients for each weight."""
 
     eps: float
     name: ClassVar[str] = "adagrad"
@@ -33,7 +33,7 @@ class Adagrad:
 
 @dataclass(frozen=True, slots=True)
 class RowWiseAdagrad:
-    """Adagrad with one state for each table row: the sum of the means of its squared gradients (FBGEMM's
+    """Adagrad with one state element per table row: the accumulated mean of its squared gradients (FBGEMM's
     EXACT_ROWWISE_ADAGRAD, torchrec.optim.RowWiseAdagrad)."""
 
     eps: float

@@ -1,4 +1,4 @@
-"""A benchmark's model as TorchRec's pipelines take it: what pipeline/torchrec/ asks of a benchmark."""
+"""A benchmark's model for TorchRec's pipelines: the requirements of pipeline/torchrec/ on a benchmark."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,17 +15,17 @@ class MakesOptimizer(Protocol):
     """Makes the optimizer of dense weights."""
 
     def __call__(self, parameters: list[nn.Parameter], skip: Callable[[], Tensor], /) -> torch.optim.Optimizer:
-        """Returns an optimizer of `parameters`, which already has its state.
+        """Returns an optimizer of `parameters`, with its state already allocated.
 
-        skip: returns a flag on the device, fp32 [], that is 1 from the step on that must change nothing. Gradients are
-        zeros in such a step, so that an optimizer without momentum need not ask for it.
+        skip: returns a flag on the device, fp32 [], that is 1 in every step that must change nothing. Gradients are
+        zeros in such a step, so that an optimizer without momentum can ignore the flag.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredSizes:
-    """Numbers of ids that are the same in every batch: what lets the sharders of the drop-in trim input dists."""
+    """Numbers of ids that are the same in every batch; they let the drop-in's sharders trim input dists."""
 
     bags: Mapping[str, int] = field(default_factory=dict)
     """Ids in every bag of a feature of an EmbeddingBagCollection."""
@@ -38,40 +38,40 @@ class DeclaredSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchRecModel:
-    """A benchmark's model, unsharded. The tables' optimizer is the configuration's; their weights are filled by
-    dlrm/tables/initial_weights.py, in the order of the module's parameters."""
+    """A benchmark's unsharded model. The configuration gives the tables' optimizer; dlrm/tables/initial_weights.py
+    fills their weights, in the order of the module's parameters."""
 
     module: nn.Module
     """forward(batch) returns (loss, (loss, logits, labels)), the latter detached. Tables of its EmbeddingBagCollections
     and EmbeddingCollections are on the meta device; dense weights have their initial values, equal on all ranks."""
     prefix: str = ""
-    """Prefix of names of weights in `module` that keys of saved state lack."""
+    """Prefix of weight names in `module` that keys of saved state lack."""
     table_prefix: str = ""
-    """Prefix of names of tables in `module` that names in records lack."""
+    """Prefix of table names in `module` that names in records lack."""
     batch: Callable[[Any], Any]
     """Returns the input of `forward`, a torchrec Pipelineable in the (pinned) memory of one of the data set's batches;
-    reader threads call it."""
+    called by reader threads."""
     zeros: Callable[[], HostBatch]
-    """Returns a batch of zeros in host memory, as the data set would."""
+    """Returns a batch of zeros in host memory, like the data set's."""
     dense_optimizer: MakesOptimizer
     dense_states: Mapping[str, str]
-    """Suffix of the key of each saved state of the dense optimizer, after the weight's key."""
+    """Suffix of the key of each saved state of the dense optimizer, appended to the weight's key."""
     dense_updates_tables: bool = False
-    """Whether the dense optimizer is the tables' too, so that it updates data-parallel tables along with the rest."""
+    """Whether the dense optimizer is also the tables', so that it updates data-parallel tables along with the rest."""
     constraints: Mapping[str, ParameterConstraints] | None = None
-    """Constraints for TorchRec's planner, by table; for models of EmbeddingBagCollections alone. None: tables are
-    sharded table-wise, over the ranks in turn."""
+    """Constraints for TorchRec's planner, by table; only for models with EmbeddingBagCollections only. None: tables are
+    sharded table-wise, round-robin over the ranks."""
     by_rows: bool = False
-    """Whether each table is split by rows over all ranks, as tables larger than a rank's memory require; without
-    constraints."""
+    """Whether each table is split by rows over all ranks, as needed for tables larger than a rank's memory; excludes
+    `constraints`."""
     drops_repeats: bool = False
-    """Whether a rank asks for the rows of an EmbeddingCollection that its batch names once each (use_index_dedup), on
+    """Whether a rank requests each distinct row of an EmbeddingCollection only once per batch (use_index_dedup), on
     GPUs: FBGEMM has no such operator for CPUs."""
     before_step: Callable[[int], None] | None = None
-    """Called before each training step with its iteration, counted from 1 over all runs of a training: seeds what the
-    module draws at random. None where it draws nothing."""
+    """Called before each training step with its iteration, counted from 1 over all runs of a training: seeds the
+    module's random numbers. None if it draws none."""
     sizes: DeclaredSizes = field(default_factory=DeclaredSizes)
     compiled: tuple[nn.Module, ...] = ()
-    """Parts of `module` that torch.compile can take, in which TorchRec's trace finds no sharded module."""
+    """Parts of `module` for torch.compile, in which TorchRec's trace finds no sharded module."""
     casts: bool = False
     """Whether `module` computes in the configuration's precision by itself, without autocast."""

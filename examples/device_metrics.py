@@ -1,9 +1,9 @@
-"""A training loop with metrics: TorchRec's RecMetricModule and DeviceRecMetrics, which show the same values.
+"""A training loop with metrics: TorchRec's RecMetricModule and DeviceRecMetrics, which give the same values.
 
 PYTHONPATH=. torchrun --nproc_per_node 2 examples/device_metrics.py
 
-It runs with or without GPUs. A script of your own changes two lines: the import, and metric_class. PYTHONPATH is for a
-checkout; an installed package does not need it.
+It runs with or without GPUs. In your own script, change two lines: the import, and metric_class. PYTHONPATH is only
+needed in a checkout, not for an installed package.
 """
 
 import os
@@ -39,7 +39,7 @@ config = MetricsConfig(
 
 
 def metrics_of(metric_class: type[RecMetricModule]) -> RecMetricModule:
-    # TorchRec adds to the arguments in the definitions that it is given.
+    # TorchRec extends the arguments in the definitions that it is given, so each module gets its own copy.
     own = {metric: replace(definition, arguments={}) for metric, definition in config.rec_metrics.items()}
     return generate_metric_module(
         metric_class=metric_class,
@@ -69,14 +69,14 @@ for iteration in range(1, ITERATIONS + 1):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    model_out = {"weight": weight.double()}  # float64, in which TorchRec sums as exactly
+    model_out = {"weight": weight.double()}  # in float64, TorchRec's sums are as exact
     for place, task in enumerate(tasks):
         model_out[task.label_name] = labels[:, place].double()
         model_out[task.prediction_name] = torch.sigmoid(logits[:, place].detach()).double()
     device_metrics.update(model_out)
     torchrec_metrics.update(model_out)  # after ours: its NE clamps float64 predictions in place
     if iteration % EVERY == 0:
-        pending = device_metrics.compute_async()  # training could go on here
+        pending = device_metrics.compute_async()  # training could continue here
         expected, values = torchrec_metrics.compute(), pending.result()
         assert set(values) == set(expected), "the same keys"
         if rank == 0:

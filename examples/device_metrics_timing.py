@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python examples/device_metrics_timing.py --out timing.json
 
-Rounds go through all cases in turn, each with the same batches. A case has, in microseconds:
+Each round runs all cases in turn, with the same batches. A case has, in microseconds:
 
     host      host time of one call of update(), on an idle device
-    update    time of an update among several in a row, until the device is idle again
-    graph     device time of an update in a replayed CUDA graph; DeviceRecMetrics alone can be captured
-    start     host time of one call of compute_async(); DeviceRecMetrics alone has it
+    update    time per update, for several in a row, until the device is idle again
+    graph     device time of an update in a replayed CUDA graph; only DeviceRecMetrics can be captured
+    start     host time of one call of compute_async(); only DeviceRecMetrics has it
     compute   time of compute() and of reading all of its values on the host, on an idle device
 
 Each number is the median over rounds of a round's median, with the 95 % interval of the rounds' mean by Student's t.
@@ -45,7 +45,7 @@ DEVICE = torch.device("cuda")
 
 
 def tasks_of(count: int) -> list[RecTaskInfo]:
-    """Returns tasks, each with its own labels and predictions, and all with one weight."""
+    """Returns tasks, each with its own labels and predictions, and all with the same weight."""
     return [RecTaskInfo(f"task{i}", f"label{i}", f"prediction{i}", "weight") for i in range(count)]
 
 
@@ -58,7 +58,7 @@ def batch_of(tasks: Sequence[RecTaskInfo], samples: int) -> dict[str, Tensor]:
 
 
 class Case:
-    """One kind of metrics, for a number of tasks."""
+    """One kind of metrics module, for a number of tasks."""
 
     def __init__(self, kind: str, metrics: str, tasks: int, samples: int) -> None:
         self.key = {"kind": kind, "metrics": metrics, "tasks": tasks}
@@ -68,7 +68,7 @@ class Case:
         config = MetricsConfig(rec_tasks=rec_tasks, rec_metrics=definitions, rec_compute_mode=mode)
         self.module = generate_metric_module(metric_class, config, samples, 1, 0, {}, DEVICE)
         self.model_out = batch_of(rec_tasks, samples)
-        # More than a window of samples: removing the oldest is part of an update's work.
+        # More samples than the window holds, so that removing the oldest is part of an update's work.
         while self.module.trained_batches * samples < 1.5 * WINDOW:
             self.module.update(self.model_out)
         self.module.compute()
@@ -106,7 +106,7 @@ class Case:
 
 
 def summary(rounds: list[float]) -> dict[str, object]:
-    """Median, and 95 % interval of the mean, of the rounds' medians."""
+    """Returns the median, and the 95 % interval of the mean, of the rounds' medians."""
     middle, spread = statistics.mean(rounds), statistics.stdev(rounds) / len(rounds) ** 0.5
     half = student_t(0.975, len(rounds) - 1) * spread
     interval = [round(middle - half, 2), round(middle + half, 2)]
@@ -119,10 +119,10 @@ def summary(rounds: list[float]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a JSON file")
-    parser.add_argument("--samples", type=int, default=512, help="of a batch")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--samples", type=int, default=512, help="number of samples per batch")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=8, help="updates of a case in a round")
+    parser.add_argument("--calls", type=int, default=8, help="number of updates of a case per round")
     options = parser.parse_args()
     cases = [Case(kind, metrics, tasks, options.samples) for metrics in SETS for tasks in (1, 20) for kind in KINDS]
     for _ in range(options.rounds):

@@ -3,7 +3,7 @@
 PYTHONPATH=. torchrun --nproc_per_node 2 examples/torchrec_script.py [--stock]
 
 It runs with or without GPUs, and prints the same losses both ways; without a GPU, all switches of the pipeline are off.
-PYTHONPATH is for a checkout; an installed package does not need it.
+PYTHONPATH is only needed in a checkout, not for an installed package.
 """
 
 import logging
@@ -24,7 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_bench.pipeline.five_stage import FiveStageOptions, FiveStagePipeline
 
-# Messages of TorchRec and torch about themselves, in any script, would hide those about this one.
+# Warnings of TorchRec and torch about their own code would hide those about this script.
 warnings.simplefilter("ignore", FutureWarning)
 for library in ("torchrec", "torch.fx", *([] if torch.cuda.is_available() else ["dlrm_bench"])):
     logging.getLogger(library).setLevel(logging.ERROR)
@@ -33,7 +33,7 @@ stock = "--stock" in sys.argv
 cuda = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 if cuda:
-    torch.cuda.set_device(device)  # for collectives of objects, which TorchRec's planner makes
+    torch.cuda.set_device(device)  # for object collectives, which TorchRec's planner uses
 dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 torch.manual_seed(dist.get_rank())
 
@@ -69,5 +69,5 @@ while True:
         break
 print(f"rank {dist.get_rank()}: {loss.item():.6f}")
 if not stock:
-    pipeline.close()  # before the process group: NCCL waits for graphs that hold its collectives
+    pipeline.close()  # before the process group is destroyed: NCCL waits for graphs with its collectives
 dist.destroy_process_group()

@@ -12,7 +12,7 @@ def function(call: Callable[P, C], run: Callable[[C], None]) -> Callable[P, None
     """Returns `run` as a function of the fields of `call`, the NamedTuple of a kernel's arguments.
 
     The NamedTuple's fields and docstring are the function's parameters and documentation. Its methods: `plain`, in
-    PyTorch; `triton` and `cuda`, the kernels; `launch`, which checks the arguments and takes the fastest that applies.
+    PyTorch; `triton` and `cuda`, the kernels; `launch`, which checks the arguments and runs the fastest that applies.
     """
 
     @functools.wraps(call, updated=())

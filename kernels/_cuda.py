@@ -1,4 +1,4 @@
-"""CUDA C++ kernels, compiled by NVRTC where they run: it and cuda-bindings come with torch's CUDA builds."""
+"""CUDA C++ kernels, compiled at run time by NVRTC; NVRTC and cuda-bindings come with torch's CUDA builds."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_MAP_BYTES = 128  # of a CUtensorMap, which cuTensorMapEncodeTiled wants at a multiple of 64
+_MAP_BYTES = 128  # size of a CUtensorMap; cuTensorMapEncodeTiled needs it aligned to 64 bytes
 # Values of cuda.h's CUtensorMap* enumerations.
 _UINT8, _BFLOAT16, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS = 0, 9, 0, 3, 3, 0
 
 
 @functools.cache
 def available() -> bool:
-    """Whether kernels for Hopper's own instructions (sm_90a) can be compiled and run on the current GPU."""
+    """Whether kernels that use Hopper-only instructions (sm_90a) can be compiled and run on the current GPU."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
     try:
         importlib.import_module("cuda.bindings.driver")
         importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        logger.warning("no kernels in CUDA C++, slower ones instead: %s (pip install cuda-bindings)", error)
+        logger.warning("CUDA C++ kernels are unavailable, using slower ones: %s (pip install cuda-bindings)", error)
         return False
     return True
 
@@ -40,12 +40,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 class Kernel:
-    """A `__global__` function with one argument, a struct, on the current GPU; launches can be captured in graphs."""
+    """A `__global__` function with one struct argument, on the current GPU; launches can be captured in graphs."""
 
     def __init__(self, source: Path, name: str, defines: dict[str, int], threads: int, shared_bytes: int) -> None:
         """Compiles `source`. defines: preprocessor macros. shared_bytes: dynamic shared memory of a block.
 
-        RuntimeError with the compiler's messages where it does not compile.
+        RuntimeError with the compiler's messages if compilation fails.
         """
         self._threads, self._shared_bytes = threads, shared_bytes
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -92,20 +92,20 @@ def _compile(source: Path, defines: dict[str, int]) -> bytes:
 
 
 class TensorMap(ctypes.Structure):
-    """A CUtensorMap: how the bulk tensor copy engine finds boxes of a matrix."""
+    """A CUtensorMap: tells the bulk tensor copy engine how to find boxes of a matrix."""
 
     _fields_ = (("words", ctypes.c_uint64 * (_MAP_BYTES // 8)),)
 
 
 def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
-    """Returns a map for boxes of box_rows rows and box_columns columns, 128 bytes wide and in shared memory with the
-    128-byte swizzle.
+    """Returns a map for boxes of box_rows rows and box_columns columns, 128 bytes wide and stored in shared memory with
+    the 128-byte swizzle.
 
-    matrix: bf16 or in eight bits, its rows at multiples of 16 bytes and of any stride, columns contiguous. Elements of
-    a box outside of the matrix are read as 0, and not written.
+    matrix: bf16 or an 8-bit format; row stride any multiple of 16 bytes, columns contiguous. Elements of a box outside
+    the matrix are read as 0 and not written.
     """
     formats = {torch.bfloat16: _BFLOAT16, torch.float8_e4m3fn: _UINT8, torch.float8_e5m2: _UINT8}
-    assert matrix.dtype in formats and matrix.dim() == 2 and matrix.stride(1) == 1, "a matrix in bf16 or eight bits"
+    assert matrix.dtype in formats and matrix.dim() == 2 and matrix.stride(1) == 1, "a matrix in bf16 or 8 bits"
     assert box_columns * matrix.itemsize == 128 and matrix.stride(0) * matrix.itemsize % 16 == 0, "aligned rows"
     memory = ctypes.create_string_buffer(_MAP_BYTES + 64)
     at = -(-ctypes.addressof(memory) // 64) * 64
@@ -130,5 +130,5 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> TensorMap:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    # cuda-bindings' own cuTensorMapEncodeTiled writes to its object's address, rarely a multiple of 64.
+    # cuda-bindings' own cuTensorMapEncodeTiled writes to its object's address, which is rarely aligned to 64 bytes.
     return ctypes.CDLL("libcuda.so.1")

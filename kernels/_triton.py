@@ -1,4 +1,4 @@
-"""Triton where it is installed; without it the kernels' modules still import, and plain functions do their work."""
+"""Triton, if installed; without it the kernels' modules still import, and the plain functions run instead."""
 
 import contextlib
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    # Without a GPU, Triton can only interpret. It decides when it is first imported, hence here.
+    # Without a GPU, Triton can only interpret. It reads this variable when it is first imported, so set it here.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,16 +21,16 @@ with contextlib.suppress(ImportError):
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or nothing where Triton is missing: the function is then never called."""
+    """Returns `triton.jit(function)`, or the function itself if Triton is missing: it is then never called."""
     return jit_of_any()(function)
 
 
 def jit_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
-    """Returns `jit` for kernels that have one binary for all values of these integer parameters.
+    """Returns a `jit` for kernels that have one binary for all values of these integer parameters.
 
-    Of other integers Triton has a binary for multiples of 16, one for 1 and one for the rest, and loads it when it is
-    first launched; the capture of a CUDA graph may refuse that. So here stand those that are of another kind in each of
-    several graphs, whose work has not run before.
+    For other integers Triton compiles one binary for multiples of 16, one for 1 and one for the rest, and loads it at
+    its first launch; the capture of a CUDA graph may refuse that. Name here the parameters whose specialization
+    differs between graphs that are captured without a previous run of their work.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

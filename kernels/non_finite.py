@@ -1,9 +1,9 @@
-"""A flag on every rank that is raised once any rank's numbers are not finite, after which updates change nothing.
+"""A flag on every rank that is raised when any rank's numbers are not finite; updates then change nothing.
 
-A kernel cannot stop the iteration that the host has launched, let alone a captured one. It raises its rank's flag on
+A kernel cannot stop an iteration that the host has launched, let alone a captured one. It raises its rank's flag on
 all ranks, and every update of weights reads the flags first: see the arguments `watch` of the other kernels. Losses are
-known before any update, gradients with the updates: an update skips an element whose gradient is not finite, and
-reports it to the next look.
+known before any update, gradients only with the updates: an update skips an element whose gradient is not finite, and
+reports it to the next `raise_flag`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Watch(NamedTuple):
     """The flags that an update of weights reads before it changes any, and its report."""
 
     stopped: Tensor
-    """int32 [2^k]: where any of it is not zero, nothing changes."""
+    """int32 [2^k]: if any element is not zero, nothing changes."""
     bad: Tensor
-    """int64 [1], set to 1 by an update that meets a gradient which is not finite, or whose square is not; the element
-    keeps its weight and state then."""
+    """int64 [1], set to 1 by an update that meets a non-finite gradient or square of a gradient; the element then keeps
+    its weight and state."""
 
 
 def raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
-    """flags[r][this rank] = 1 for every rank r where the sum of `losses` is not finite or any of `bad` is not zero; a
+    """Sets flags[r][this rank] = 1 for every rank r if the sum of `losses` is not finite or any of `bad` is not zero; a
     raised flag stays.
 
-    losses: fp32 [n], bad: int64 [m], of any strides. flags: of each rank, int32 [2^k], at least as many as ranks;
-    nobody else writes this rank's.
+    losses: fp32 [n], bad: int64 [m], any strides. flags: of each rank, int32 [2^k], at least one per rank; nobody else
+    writes this rank's.
     """
     assert losses.dim() == 1 and losses.dtype == torch.float32, "losses: fp32 [n]"
     assert bad.dim() == 1 and bad.dtype == torch.int64, "bad: int64 [m]"
@@ -60,8 +60,8 @@ def triton_raise_flag(losses: Tensor, bad: Tensor, flags: PeerTensors) -> None:
 
 
 def clear_gradients(watch: Watch, gradients: Tensor) -> None:
-    """Sets gradients to zero for an update that cannot read flags: all gradients where a flag is raised, else those
-    that are not finite, which are reported in `bad`.
+    """Sets gradients to zero for an update that cannot read flags: all gradients if a flag is raised, else the
+    non-finite ones, which are reported in `bad`.
 
     gradients: contiguous, of any shape and dtype.
     """
@@ -78,7 +78,7 @@ def plain_clear_gradients(watch: Watch, gradients: Tensor) -> None:
 
 
 def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
-    """Computes `clear_gradients` in one kernel, which writes only where a gradient changes."""
+    """Computes `clear_gradients` in one kernel, which writes only gradients that change."""
     if gradients.numel():
         grid = (min(cdiv(gradients.numel(), _BLOCK), 1024),)
         turns = cdiv(gradients.numel(), grid[0] * _BLOCK)
@@ -86,7 +86,7 @@ def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
 
 
 class GradientTables:
-    """The addresses of gradients, for one kernel over all of them; kept as long as the gradients stay there."""
+    """The addresses of gradients, for one kernel over all of them; cached as long as the gradients do not move."""
 
     _KEPT = 4
 
@@ -94,8 +94,8 @@ class GradientTables:
         self._of: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def of(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns address, int64, and elements, int32, of each block of at most _BLOCK; the host waits for the device
-        where it has not seen these addresses lately."""
+        """Returns address, int64, and number of elements, int32, of each block of at most _BLOCK; the host waits for
+        the device if it has not seen these addresses recently."""
         key = tuple(gradient.data_ptr() for gradient in gradients)
         if key not in self._of:
             if len(self._of) == self._KEPT:
@@ -115,10 +115,10 @@ class GradientTables:
 
 
 def clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
-    """Sets all gradients to zero where a flag is raised, or where any of them, or the square of one, is not finite,
-    which is reported in `bad`: all are used, or none.
+    """Sets all gradients to zero if a flag is raised, or if any gradient or its square is not finite, which is reported
+    in `bad`: either all gradients are used, or none.
 
-    gradients: fp32, contiguous, on one device. tables: the same for the same gradients, for speed.
+    gradients: fp32, contiguous, on one device. tables: pass the same object for the same gradients, for speed.
     """
     assert all(gradient.is_contiguous() for gradient in gradients), "contiguous gradients"
     assert all(gradient.dtype == torch.float32 for gradient in gradients), "fp32 gradients"
@@ -136,7 +136,7 @@ def plain_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: Grad
 
 
 def triton_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
-    """Computes `clear_together` in two kernels, of which the second ends at once where there is nothing to clear."""
+    """Computes `clear_together` in two kernels; the second ends at once if there is nothing to clear."""
     addresses, counts = tables.of(gradients)
     for clears in (False, True):
         _clear_together_kernel[(len(counts),)](
@@ -152,12 +152,12 @@ def is_stopped(stopped, flags: tl.constexpr):
 
 
 def watch_of(watch: Watch | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """Returns flags, `bad` and the number of flags, for kernels; 0 where nobody watches."""
+    """Returns flags, `bad` and the number of flags, for kernels; 0 flags without a watch."""
     return (None, None, 0) if watch is None else (*watch, flag_words(watch.stopped))
 
 
 def changed(watch: Watch | None, state: Tensor, weights: Tensor, new_state: Tensor, new_weights: Tensor) -> None:
-    """Writes new values in plain updates, except where the state would not be finite, which is reported; all of them
+    """Writes new values in plain updates, except where the state would not be finite, which is reported; all values
     without a watch."""
     if watch is not None:
         whole = new_state.isfinite()
@@ -168,7 +168,7 @@ def changed(watch: Watch | None, state: Tensor, weights: Tensor, new_state: Tens
 
 
 def flag_words(stopped: Tensor) -> int:
-    """Returns how many flags `is_stopped` reads; they must be a power of two."""
+    """Returns the number of flags that `is_stopped` reads; it must be a power of two."""
     assert stopped.dtype == torch.int32 and len(stopped) == next_power_of_2(len(stopped)), "flags: int32 [2^k]"
     return len(stopped)
 

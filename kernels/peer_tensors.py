@@ -1,4 +1,4 @@
-"""A tensor on every rank, as one rank sees it: for kernels that read and write the other GPUs' memory."""
+"""A tensor on every rank, as seen by one rank: for kernels that read and write other GPUs' memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class PeerTensors:
-    """One tensor of each rank, alike in shape, strides and dtype; this rank may read and write all of them.
+    """One tensor of each rank, with equal shape, strides and dtype; this rank may read and write all of them.
 
-    Kernels find them through `addresses`, int64 [ranks], on the device. Users order their writes after other ranks'
-    reads.
+    Kernels find them through `addresses`, int64 [ranks], on the device. Users must order their writes after other
+    ranks' reads.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """tensors: of all ranks, in their order; `rank`'s is this rank's own."""
+        """tensors: of all ranks, in rank order; tensors[rank] is this rank's own."""
         first = tensors[0]
-        assert all(t.shape == first.shape and t.stride() == first.stride() for t in tensors), "alike on all ranks"
+        assert all(t.shape == first.shape and t.stride() == first.stride() for t in tensors), "equal on all ranks"
         assert all(t.dtype == first.dtype for t in tensors), "one dtype"
         self.tensors, self.rank = tuple(tensors), rank
         self.addresses = torch.tensor([t.data_ptr() for t in tensors], device=tensors[rank].device)
@@ -32,5 +32,5 @@ class PeerTensors:
 
     @property
     def own(self) -> Tensor:
-        """This rank's."""
+        """This rank's tensor."""
         return self.tensors[self.rank]

@@ -1,4 +1,4 @@
-"""The stage of each kernel: a table without imports, for readers of traces where there is no GPU library."""
+"""The stage of each kernel: a table without imports, for readers of traces on machines without GPU libraries."""
 
 INPUT_DIST = "input_dist"
 EMBEDDING_FORWARD = "embedding_forward"
@@ -89,5 +89,5 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_row_wise_adagrad_kernel": ("row_wise_adagrad", EMBEDDING_BACKWARD),
     "_row_wise_adagrad_merge_kernel": ("row_wise_adagrad", EMBEDDING_BACKWARD),
 }
-"""Function of a kernel, by which traces name it: (module in a folder of kernels/, stage). The stage is
-None where several stages launch the kernel."""
+"""Kernel function, as named in traces: (module in a folder of kernels/, stage). The stage is None if several stages
+launch the kernel."""

@@ -1,1 +1,1 @@
-"""Entry points of torchrun and Slurm."""
+"""Entry points for torchrun and Slurm."""

@@ -1,15 +1,15 @@
-"""Compares the AUC of the static pipeline in bf16, with peer memory, with that of stock TorchRec in TF32, over seeds.
+"""Compares the AUC of the static pipeline in bf16, with peer memory, and of stock TorchRec in TF32, over seeds.
 
 torchrun --nproc_per_node 2 -m dlrm_bench.launch.auc_over_seeds --preset smoke --data.path DIR [--field value ...]
 
-With --pipeline static --precision bf16 --fp8: compares the static pipeline with products in eight bits with the one in
-bf16. With --rungs LADDER ONE OTHER: compares two rungs of a ladder of the preset's benchmark. --seeds N (5 by default)
-pairs of runs have the seeds from --first-seed FIRST (0 by default) on.
+With --pipeline static --precision bf16 --fp8, compares the static pipeline with 8-bit products and in bf16. With
+--rungs LADDER ONE OTHER, compares two rungs of a ladder of the preset's benchmark. --seeds N (default 5) pairs of runs
+use the seeds from --first-seed FIRST (default 0) on.
 
-All runs are over the same planted samples, from other initial weights for each seed: one epoch with an evaluation at
-the end, or with --rungs as --iterations and --evaluations-per-epoch say. Each leaves a record; the summary,
-auc_over_seeds.json beside them, has the mean of the differences between runs of one seed and its 95 % interval by
-Student's t, from the second seed on. On the CPU no graph is captured, and without --rungs stock and static are fp32.
+All runs use the same planted samples, with different initial weights for each seed: one epoch with an evaluation at the
+end, or with --rungs the given --iterations and --evaluations-per-epoch. Each run writes a record. The summary,
+auc_over_seeds.json beside them, has the mean difference between runs of the same seed and its 95 % interval by
+Student's t, from the second seed on. On the CPU no graph is captured, and without --rungs stock and static run in fp32.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MODULE = "dlrm_bench.launch.auc_over_seeds"
 
 
 class _Joined(Ranks):
-    """Ranks of one process group for all runs."""
+    """Ranks that share one process group over all runs."""
 
     def init_process_group(self) -> None:
         if not dist.is_initialized():
@@ -56,9 +56,9 @@ def _main() -> int:
     best_auc = named(config.benchmark).parts().open_data(config).best_auc
     if best_auc is None:
         raise ValueError(
-            f"--data.path: name planted data, `dlrm-bench data generate --preset {config.preset} ...` makes it"
+            f"--data.path: give planted data, made by `dlrm-bench data generate --preset {config.preset} ...`"
         )
-    # A target that a run without luck does not reach, so that each run trains on all of its samples.
+    # A target that a run reaches only by luck, so that each run trains on all of its samples.
     same: dict[str, Any] = {"target_auc": best_auc, "warmup_iterations": 0}
     if rungs is None:
         same |= {"evaluations_per_epoch": 1, "iterations": None}
@@ -70,7 +70,7 @@ def _main() -> int:
             aucs[side].append(_auc(replace(its, seed=seed, run_id=f"{side}-{seed}"), ranks))
             if ranks.rank == 0:
                 print(f"{side} {seed}: {aucs[side][-1]:.6f}", flush=True)
-        if ranks.rank == 0 and seed > seeds[0]:  # each time: a run that is ended leaves what it has shown
+        if ranks.rank == 0 and seed > seeds[0]:  # after every seed, so that an interrupted run keeps its results
             summary = _summary(aucs) | {
                 "first_seed": seeds[0],
                 "data": as_json(config)["data"],
@@ -84,8 +84,8 @@ def _main() -> int:
 
 
 def parse_seeds(arguments: list[str]) -> tuple[range, list[str] | None, list[str]]:
-    """Returns the seeds of a command line, the words after --rungs, and its other words. ValueError names a bad
-    flag."""
+    """Returns the seeds given on a command line, the words after --rungs, and the remaining words. ValueError names a
+    bad flag."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -99,8 +99,8 @@ def parse_seeds(arguments: list[str]) -> tuple[range, list[str] | None, list[str
 
 
 def sides_of_rungs(benchmark: str, names: list[str], arguments: list[str]) -> dict[str, RunConfig]:
-    """Returns the configurations of two rungs by their names, which come after their ladder's in `names`. arguments:
-    flags of both. ValueError where there is no such ladder or rung, or both are the same."""
+    """Returns the configurations of two rungs; `names` has the ladder's name and those of its two rungs. arguments:
+    flags of both. ValueError if there is no such ladder or rung, or both are the same."""
     ladder, one, other = names
     rungs = {rung.name: rung for rung in named(benchmark).ladders.get(ladder, ())}
     if one == other or not {one, other} <= rungs.keys():

@@ -1,4 +1,4 @@
-"""Starts `dlrm-bench`, of which only some commands need torch."""
+"""Starts `dlrm-bench`, only some of whose commands need torch."""
 
 import sys
 
@@ -7,7 +7,7 @@ from dlrm_bench.launch.failures import what_to_install
 
 
 def main() -> int:
-    """Runs a command of `dlrm-bench`; returns the exit status: 2 where a package that the command needs is missing."""
+    """Runs a command of `dlrm-bench`; returns the exit status: 2 if a package that the command needs is missing."""
     from dlrm_bench.bench.cli import main as run_command
 
     try:

@@ -22,20 +22,20 @@ import signal
 import sys
 from pathlib import Path
 
-# The package is that of the tree around this file, a checkout or an installation, whatever else the path leads to.
+# Use the package in the tree around this file, a checkout or an installation, regardless of the rest of sys.path.
 _tree = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_tree if (_tree / "dlrm_bench").is_dir() else _tree.parent))
 import dlrm_bench  # noqa: F401
 
-del sys.path[0]  # the modules here and beside have no other names
+del sys.path[0]  # so that the tree's modules cannot be imported by second names
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    del sys.path[0]  # Python's own doing
+    del sys.path[0]  # inserted by Python itself
 
 from dlrm_bench.launch.surroundings import prepare
 
 prepare()
 
-# None of these needs torch, which is imported once the flags are read: --help and a wrong flag answer at once.
+# None of these imports needs torch, which is imported after the flags are read: --help and a wrong flag answer at once.
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.bench.instruments.beginning import BEGINNING
@@ -70,21 +70,21 @@ def parse(arguments: list[str]) -> RunConfig:
     for flag in ("limits", "gpus_per_node", "network_gb_s", "host_memory_gb"):
         if getattr(chosen, flag) is not None:
             name = flag.replace("_", "-")
-            raise ValueError(f"--{name} is for --print-plan: leave it out, or add --print-plan")
+            raise ValueError(f"--{name} needs --print-plan: leave it out, or add --print-plan")
     BEGINNING.allow(config.stall_timeout)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python sets it: a run ends by errors
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's default: a run ends by errors
     return config
 
 
 def main() -> int:
-    """Trains as the command line says; returns the exit status."""
+    """Trains with the flags of the command line; returns the exit status."""
     config = parse(sys.argv[1:])
     from dlrm_bench.bench.run import run
     from dlrm_bench.bench.summary import print_summary
     from dlrm_bench.dlrm.runtime.ranks import Ranks
     from dlrm_bench.pipeline.build import pipeline_class
 
-    pipeline_class(config, config.pipeline)  # which names a missing package before anything is written
+    pipeline_class(config, config.pipeline)  # reports a missing package before anything is written
     ranks = Ranks.from_environment()
     outcome = run(config, ranks, ranks.command_line("launch/dlrm.py", sys.argv[1:]))
     status = print_summary(outcome, ranks)

@@ -1,4 +1,4 @@
-"""Reports the error that stops a command, in one line where its user can fix it."""
+"""Reports the error that stops a command, in one line if its user can fix it."""
 
 import os
 import sys
@@ -23,14 +23,14 @@ _INSTALLATION = {
     "fbgemm_gpu": _TORCHREC,
     "iopath": "pip install iopath",
 }
-"""Installation of packages that only some commands need, by the name of their import."""
+"""Installation of packages that only some commands need, by import name."""
 
 _SAME_ERROR_S = 5.0
-"""Seconds that a rank leaves to its node's first rank, which meets most errors as well, to report the error."""
+"""Seconds that a rank waits for its node's first rank, which usually has the same error, to report it."""
 
 
 def what_to_install(error: ModuleNotFoundError) -> str | None:
-    """Returns a line that names the missing package and the fix; None if it is not one that only some commands need."""
+    """Returns a line that names the missing package and the fix; None if the package is not in `_INSTALLATION`."""
     package = (error.name or "").partition(".")[0]
     if package not in _INSTALLATION:
         return None
@@ -38,12 +38,12 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
 
 
 def _in_one_line(error: Exception) -> str | None:
-    """Returns an error that its user can fix in one line; None for any other."""
+    """Returns a one-line message for an error that its user can fix; None for any other error."""
     if isinstance(error, ModuleNotFoundError):
         return what_to_install(error)
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes):
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    # torch.OutOfMemoryError and the host's, without an import of torch.
+    # torch.OutOfMemoryError and the host's MemoryError, without importing torch.
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         return f"out of memory: {str(error).splitlines()[0]}: lower --local-batch-size or --model.table-scale"
     return None
@@ -52,8 +52,8 @@ def _in_one_line(error: Exception) -> str | None:
 def guarded(work: Callable[[], int]) -> int:
     """Runs `work` on a rank and returns its exit status; reports errors with their rank.
 
-    torchrun prints 28 lines below its ranks' output, so an error that the user can fix is passed to torchrun, whose
-    last words it becomes. A traceback is printed at once, and torchrun ends with its last line.
+    torchrun prints 28 lines below its ranks' output, so an error that the user can fix is passed to torchrun, which
+    prints it last. A traceback is printed at once, and torchrun ends with its last line.
     """
     where = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "this process"
     try:
@@ -62,11 +62,11 @@ def guarded(work: Callable[[], int]) -> int:
         known = str(error) if isinstance(error, ValueError) else _in_one_line(error)
         if known is None:
             print(f"{where} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            told_to_torchrun(f"{where} failed, its traceback is above: {_last_line(error)}")
+            told_to_torchrun(f"{where} failed, see the traceback above: {_last_line(error)}")
             return EXIT_FAILED
     line = f"{where}: error: {printable(known)}" if "RANK" in os.environ else f"error: {printable(known)}"
     if torchrun_says_errors() and os.environ["LOCAL_RANK"] != "0":
-        time.sleep(_SAME_ERROR_S)  # torchrun ends this rank meanwhile, if rank 0 of the node failed as well
+        time.sleep(_SAME_ERROR_S)  # torchrun ends this rank in the meantime if rank 0 of the node has failed as well
     if not told_to_torchrun(line):
         print(line, file=sys.stderr, flush=True)
     return EXIT_BAD_INPUT

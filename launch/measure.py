@@ -2,7 +2,7 @@
 
 KIND is host (a profiled run of launch/dlrm.py), limits (the ceilings of this machine), or nvtx (a profiled run that
 emits its ranges for another profiler: nsys profile torchrun ... launch/measure.py nvtx ...). The flags are those of
-launch/dlrm.py. Never for timing.
+launch/dlrm.py. Do not use these runs for timing.
 """
 
 import sys
@@ -21,11 +21,11 @@ from dlrm_bench.launch.failures import guarded
 
 
 def main() -> int:
-    """Measures as the command line says; returns the exit status."""
+    """Runs the measurement given on the command line; returns the exit status."""
     what, *flags = sys.argv[1:] or ["nothing"]
     if what not in ("host", "limits", "nvtx"):
-        raise ValueError(f"{what!r} cannot be measured: host, nvtx or limits can")
-    # Both measurements have a fixed length and no target, whatever the preset has.
+        raise ValueError(f"{what!r} is not a measurement: choose host, nvtx or limits")
+    # Both measurements have a fixed length and no target, regardless of the preset.
     config = parse([*flags, "--iterations", "1000000", "--target-auc", "None"])
     from dlrm_bench.bench.limits.measured import run_limits
     from dlrm_bench.bench.profile.profiled_run import ProfiledPipeline, profiled_config
@@ -35,9 +35,7 @@ def main() -> int:
     ranks = Ranks.from_environment()
     command = ranks.command_line("launch/measure.py", sys.argv[1:])
     if what == "nvtx" and ranks.device.type != "cuda":
-        raise ValueError(
-            "NVTX ranges need a GPU: for the CPU leave --nvtx out, and read the trace of `dlrm-bench host`"
-        )
+        raise ValueError("NVTX ranges need a GPU: on the CPU leave --nvtx out, and read the trace of `dlrm-bench host`")
     if what in ("host", "nvtx"):
         config = profiled_config(config)
         run(config, ranks, command, partial(ProfiledPipeline, config=config, ranks=ranks, nvtx=what == "nvtx"))

@@ -1,4 +1,4 @@
-"""Settings of a rank before its slow imports."""
+"""Prepares a rank's process before its slow imports."""
 
 import logging
 import os
@@ -9,13 +9,14 @@ from dlrm_bench.bench.instruments.beginning import BEGINNING
 
 
 def prepare() -> None:
-    """Begins the watch over a rank's start, and sets the variables that libraries read when they are imported."""
-    BEGINNING.watch()  # first: whatever comes may take its time for good
+    """Starts the watchdog over a rank's start-up, and sets the variables that libraries read when imported."""
+    BEGINNING.watch()  # first, because anything that follows may hang
     # CUDA's default is eight hardware queues, in which kernels of many streams could wait for one another.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # torchrec and fbgemm warn at every start of things that their users cannot change; `python -W default` shows these.
+    # torchrec and fbgemm always warn at start-up about things that users cannot change; see them by `python -W
+    # default`.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         logging.basicConfig(level=logging.ERROR)
         logging.getLogger("torch.fx").setLevel(logging.ERROR)
-        logging.getLogger("dlrm_bench").setLevel(logging.WARNING)  # such as that a switch does not apply
+        logging.getLogger("dlrm_bench").setLevel(logging.WARNING)  # for example, that a switch does not apply

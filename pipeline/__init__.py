@@ -1,1 +1,1 @@
-"""The five stages of an iteration in time: pipelines over TorchRec's modules, and one of fixed shapes."""
+"""The schedules of the five stages: pipelines over TorchRec's modules, and pipelines of fixed shapes."""

@@ -1,4 +1,4 @@
-"""Builds the pipeline whose options a configuration holds."""
+"""Builds the pipeline that the configuration's options select."""
 
 from typing import Any, Protocol, cast
 
@@ -11,17 +11,17 @@ from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches, TorchRecMode
 
 
 class OfBenchmark(Protocol):
-    """The names of a benchmark, beside its training."""
+    """A configuration that names its benchmark, in addition to its training."""
 
     @property
     def benchmark(self) -> str:
-        """Its name."""
+        """Name of the benchmark."""
         ...
 
 
 def pipeline_class(config: OfBenchmark, options: Options) -> Any:
-    """Returns the class of the pipeline of these options. Imports it alone: static ones start without TorchRec, whose
-    import takes seconds. ModuleNotFoundError where a package is missing."""
+    """Returns the pipeline class for these options. Imports only that class: static pipelines start without TorchRec,
+    whose import takes seconds. ModuleNotFoundError if a package is missing."""
     if isinstance(options, StaticOptions) and cast(TrainingConfig, config).model.tables.pooled:
         from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 
@@ -40,8 +40,8 @@ def pipeline_class(config: OfBenchmark, options: Options) -> Any:
 
 
 def build_pipeline(config: OfBenchmark, options: Options, ranks: Ranks) -> Pipeline:
-    """Returns the pipeline of these options, ready to train `config`, also a TrainingConfig. Collective over all
-    ranks."""
+    """Returns the pipeline for these options, ready to train `config`, which is also a TrainingConfig. Collective over
+    all ranks."""
     training, of_class = cast(TrainingConfig, config), pipeline_class(config, options)
     parts = named(config.benchmark).parts()
     if isinstance(options, StaticOptions):

@@ -1,8 +1,8 @@
 """Weights and optimizer state of a pipeline in files.
 
 Each rank writes its tensors to its own files (checkpoint_files.py), and reads its tensors from all files that have
-parts of them, by their index (checkpoint_index.py): the pipeline, the number of ranks and the distribution of rows and
-columns may differ from those that wrote. No rank's host memory holds more than some pieces at a time.
+parts of them, by their index (checkpoint_index.py): pipeline, number of ranks and the distribution of rows and columns
+may differ from those of the writer. No rank holds more than a few pieces in host memory at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,16 +32,16 @@ from dlrm_bench.pipeline.checkpoint_index import (
 from dlrm_bench.pipeline.state import RowsByIds, StateBlocks, TensorBlock, full_shape
 
 _PIECE_BYTES = 32 * 2**20
-"""Largest piece that is copied to the host and written at a time."""
+"""Maximum size of a piece that is copied to the host and written at once."""
 
 
 def state_bytes(blocks: StateBlocks) -> int:
-    """Returns the bytes of the whole state, of all ranks."""
+    """Returns the number of bytes of the whole state, over all ranks."""
     return sum(4 * torch.Size(full_shape(of_key)).numel() for of_kind in blocks for of_key in of_kind.values())
 
 
 def snapshot(blocks: StateBlocks, rank: int) -> StateBlocks:
-    """Returns copies of the blocks that `rank` owns, on their device; training may then go on."""
+    """Returns copies of the blocks that `rank` owns, on their device, so that training can continue."""
 
     def copied(block: TensorBlock) -> TensorBlock:
         return replace(block, local=block.local.clone() if block.local is not None and block.owner == rank else None)
@@ -51,13 +51,13 @@ def snapshot(blocks: StateBlocks, rank: int) -> StateBlocks:
 
 
 def snapshot_bytes(blocks: StateBlocks, rank: int) -> int:
-    """Returns the bytes that `snapshot` allocates."""
+    """Returns the number of bytes that `snapshot` allocates."""
     return sum(place.nbytes for place, _ in _owned(blocks, rank))
 
 
 def pin_memory() -> None:
-    """Has PyTorch pin, and keep, the memory of all pieces that a rank writes at a time: on the way it would cost the
-    training 0.15 s."""
+    """Makes PyTorch pin, and keep, memory for all pieces that a rank writes at a time: pinning it during training would
+    cost 0.15 s."""
     pieces = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(THREADS)]
     del pieces
 
@@ -69,11 +69,11 @@ class OwnPieces:
     shapes: dict[str, tuple[int, ...]]
     """Shapes of the full tensors, of all ranks."""
     pieces: Sequence[tuple[Place, Tensor | StoredRows]]
-    """Its pieces, fp32 of one device."""
+    """This rank's pieces, fp32, on one device."""
 
 
 def own_pieces(blocks: StateBlocks, rank: int) -> OwnPieces:
-    """Returns the pieces of a state that `rank` writes, in the memory of the blocks."""
+    """Returns the pieces of a state that `rank` writes, as views of the blocks' memory."""
     shapes = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
     return OwnPieces(shapes, list(_owned(blocks, rank)))
 
@@ -83,10 +83,10 @@ def write_state(
 ) -> None:
     """Writes the state to `folder`, and returns once all ranks' files are on disk. Collective over `group`, of gloo.
 
-    The index has the checksums of other .json files that the folder holds by then.
+    The index includes the checksums of all other .json files already in the folder.
 
-    on_piece: called after each piece, by any thread. nice: of the writing threads, as nice(1) counts. CheckpointError,
-    on every rank, where any rank cannot.
+    on_piece: called after each piece, by any thread. nice: of the writing threads, as for nice(1). CheckpointError, on
+    every rank, if any rank fails.
     """
     written: list[Piece] = []
 
@@ -104,7 +104,7 @@ def write_state(
 
 
 def gathered(pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> tuple[Piece, ...]:
-    """Returns the pieces of all ranks, in their order. Collective over `group`; None: over all ranks."""
+    """Returns the pieces of all ranks, in rank order. Collective over `group`; None: over all ranks."""
     of_ranks: list[Sequence[Piece]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(of_ranks, pieces, group)
     return tuple(piece for of_rank in of_ranks for piece in of_rank)
@@ -113,7 +113,7 @@ def gathered(pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> tuple[
 def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> None:
     """Fills the blocks of this rank from `folder`. Collective over `group`, of gloo.
 
-    CheckpointError, on every rank, where the files are damaged, or of another model; names the first difference.
+    CheckpointError, on every rank, if the files are damaged or of another model; names the first difference.
     """
 
     def read() -> None:
@@ -130,8 +130,8 @@ def read_state(folder: Path, blocks: StateBlocks, group: dist.ProcessGroup) -> N
 
 
 def on_all_ranks(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Does each rank's work; the error of the first rank that fails is raised on every rank. Collective over `group`;
-    None: over all ranks, by the default group."""
+    """Runs each rank's work; raises the error of the first failing rank on every rank. Collective over `group`; None:
+    over all ranks, by the default group."""
     failure: str | None = None
     try:
         work()
@@ -153,7 +153,8 @@ def _key(kind: str, key: str) -> str:
 
 
 def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor | StoredRows]]:
-    """Yields the tensors that this rank writes, in pieces; one rank writes a tensor that several hold."""
+    """Yields the tensors that this rank writes, in pieces; of the ranks that hold a tensor, only its owner writes
+    it."""
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():
             for block in of_key:
@@ -167,7 +168,7 @@ def _owned(blocks: StateBlocks, rank: int) -> Iterator[tuple[Place, Tensor | Sto
 
 
 def _chosen_of(piece: Piece, by_ids: RowsByIds, chosen: Tensor) -> Iterator[tuple[tuple[Tensor], Tensor]]:
-    """Yields the chosen rows of a piece, and the memory for them."""
+    """Yields the chosen rows of a piece, and their destination memory."""
     kind, _, key = piece.place.tensor.partition("/")
     if key == by_ids.key:
         return
@@ -181,20 +182,20 @@ def _check_shapes(folder: Path, index: Index, blocks: StateBlocks) -> None:
     needed = {_key(kind, key): full_shape(of) for kind, of_kind in _kinds(blocks) for key, of in of_kind.items()}
     for kind, of_kind in _kinds(blocks):
         for key, of_key in of_kind.items():
-            if any(block.by_ids is not None for block in of_key):  # of any number of rows
+            if any(block.by_ids is not None for block in of_key):  # may have any number of rows
                 rows = index.tensors.get(_key(kind, key), (0,))[0]
                 needed[_key(kind, key)] = (rows, *needed[_key(kind, key)][1:])
     for key in sorted(index.tensors.keys() | needed.keys()):
         if index.tensors.get(key) != needed.get(key):
             has, needs = index.tensors.get(key, "nothing"), needed.get(key, "nothing")
             raise CheckpointError(
-                f"{folder} is of another model: {key}: it has {has}, needed is {needs}; give both runs the same "
+                f"{folder} is of another model: {key}: it has {has}, but {needs} is needed; give both runs the same "
                 "--model flags, the same --optimizer.embedding, and --dynamic-rows or no --dynamic-rows"
             )
 
 
 def _chosen(folder: Path, index: Index, blocks: StateBlocks) -> Tensor | None:
-    """Returns the rows with ids that this rank reads, see RowsByIds; None where rows have none."""
+    """Returns the rows with ids that this rank reads, see RowsByIds; None if rows have no ids."""
     of_blocks = (block.by_ids for of_key in blocks.weights.values() for block in of_key)
     by_ids = next((found for found in of_blocks if found is not None), None)
     if by_ids is None:
@@ -209,8 +210,7 @@ def _chosen(folder: Path, index: Index, blocks: StateBlocks) -> Tensor | None:
 
 
 def _wanted(index: Index, blocks: StateBlocks, chosen: Tensor | None = None) -> Iterator[Wanted]:
-    """Yields the pieces that this rank needs, in the order of their files. chosen: the rows of tensors whose rows have
-    ids."""
+    """Yields the pieces that this rank needs, in file order. chosen: the rows of tensors whose rows have ids."""
     by_key = {_key(kind, key): of_key for kind, of_kind in _kinds(blocks) for key, of_key in of_kind.items()}
     for piece in sorted(index.pieces, key=lambda piece: (piece.file, piece.offset)):
         targets: list[tuple[Slices | tuple[Tensor], Tensor | StoredRows]] = []

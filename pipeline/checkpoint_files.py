@@ -1,7 +1,7 @@
-"""Files of a checkpoint: bytes of tensors, one piece after the other, with their checksums.
+"""Files of a checkpoint: the tensors' bytes, piece by piece, with checksums.
 
-Some threads copy pieces to pinned memory and to their own files, and back. A piece is on disk before the next one is
-written, so that a count of pieces shows a disk that does not answer within one of them.
+Several threads copy pieces via pinned memory to their own files, and back. A piece is on disk before the next one is
+written, so that a counter of pieces shows a disk that stops responding within one piece.
 """
 
 import os
@@ -21,11 +21,11 @@ from dlrm_bench.pipeline.checkpoint_index import THREADS, Piece, Place, Slices, 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A piece to read, and where its elements go."""
+    """A piece to read, and the destination of its elements."""
 
     piece: Piece
     targets: Sequence[tuple[Slices | tuple[Tensor], Tensor | StoredRows]]
-    """Elements of the piece, or the numbers of some of its rows, int64 on the host, and the memory for them."""
+    """Slices of the piece, or the numbers of some of its rows, int64 on the host, each with its destination memory."""
 
 
 def write_pieces(
@@ -35,11 +35,10 @@ def write_pieces(
     on_piece: Callable[[], None],
     nice: int = 0,
 ) -> list[Piece]:
-    """Writes pieces, fp32 of one device, to THREADS files, which are on disk when it returns; returns the place of
-    each.
+    """Writes pieces, fp32 of one device, to THREADS files, which are on disk on return; returns the place of each.
 
-    on_piece: called once a piece is on disk, by any thread. nice: of these threads, as nice(1) counts. OSError, with
-    the file's name, where the disk has no room.
+    on_piece: called by any thread after a piece is on disk. nice: of these threads, as for nice(1). OSError, with the
+    file's name, if the disk is full.
     """
     shares = [pieces[i::THREADS] for i in range(min(THREADS, len(pieces)))]
 
@@ -50,7 +49,7 @@ def write_pieces(
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
-    def give_way() -> None:  # Linux has a nice value for each thread
+    def give_way() -> None:  # on Linux each thread has a nice value
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
     with ThreadPoolExecutor(THREADS, initializer=give_way if nice else None) as pool:
@@ -84,9 +83,9 @@ def _write(
 
 
 def read_pieces(folder: Path, wanted: Sequence[Wanted]) -> None:
-    """Reads pieces, each checked, into memory of one device.
+    """Reads and checks pieces, into memory of one device.
 
-    CheckpointError, naming file and bytes, where one is damaged; OSError where one cannot be read.
+    CheckpointError, naming file and bytes, if a piece is damaged; OSError if one cannot be read.
     """
     shares = [wanted[i::THREADS] for i in range(min(THREADS, len(wanted)))]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -109,8 +108,8 @@ def _read(folder: Path, wanted: Sequence[Wanted]) -> None:
 
 @contextmanager
 def _staging(size: int, device: torch.device) -> Iterator[Tensor]:
-    """Gives host memory, uint8 [size], and for a GPU a stream of this thread's own: its copies do not queue behind the
-    training, nor the other way round."""
+    """Yields host memory, uint8 [size], and for a GPU makes a separate stream current in this thread, so that its
+    copies and the training do not queue behind each other."""
     if device.type != "cuda":
         yield torch.empty(size, dtype=torch.uint8)
         return

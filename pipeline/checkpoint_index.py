@@ -1,8 +1,8 @@
 """The index of a checkpoint: the file and the bytes of each part of each tensor, and its checksum.
 
-index.json stands beside files of plain fp32 numbers, so that reading a checkpoint runs no code from it. It is checked
-like any input: names of files stay in the folder, and the pieces of a tensor cover it once. A snapshot in memory has an
-index without checksums: these are taken when it is written to disk. Needs no torch.
+index.json lies beside files of plain fp32 numbers, so that reading a checkpoint runs no code from it. It is checked
+like any input: file names stay within the folder, and the pieces of a tensor cover it exactly once. A snapshot in
+memory has an index without checksums, which are computed when it is written to disk. Needs no torch.
 """
 
 import json
@@ -24,10 +24,10 @@ _FORMAT = 2
 _FILE = re.compile(r"rank-\d{1,9}-\d{1,9}\.bin")
 _OTHER_FILE = re.compile(r"[a-z]{1,32}\.json")
 _LARGEST = 1 << 60
-"""Above all that an index counts."""
+"""Exceeds any valid count in an index."""
 THREADS = 8
 """Number of pieces that a rank writes or reads at a time: a file system serializes writes to one file, and a checksum
-takes 0.4 s a GB of a thread (zlib 1.2.13)."""
+takes a thread 0.4 s per GB (zlib 1.2.13)."""
 
 
 class CheckpointError(ValueError):
@@ -36,18 +36,18 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Some rows of a tensor, and of these some columns."""
+    """Some rows and columns of a tensor."""
 
     tensor: str
     start: tuple[int, ...]
     """Index of the first element in the full tensor."""
     shape: tuple[int, ...]
     row_step: int
-    """Distance of the rows in the full tensor."""
+    """Distance between the rows in the full tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements in fp32."""
+        """Number of bytes of its elements in fp32."""
         return 4 * prod(self.shape)
 
 
@@ -60,17 +60,17 @@ class Piece:
     offset: int
     """First byte in the file."""
     crc32: int | None
-    """zlib's checksum of all its bytes; None in a snapshot in memory."""
+    """zlib's CRC-32 of all its bytes; None for a snapshot in memory."""
 
     @property
     def name(self) -> str:
-        """The bytes, in words for a message."""
+        """Description of the bytes, for a message."""
         return f"{self.file}, bytes {self.offset} to {self.offset + self.place.nbytes - 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of a checkpoint."""
+    """The contents of a checkpoint."""
 
     tensors: dict[str, tuple[int, ...]]
     """Shapes of the full tensors."""
@@ -80,12 +80,12 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         return sum(4 * prod(shape) for shape in self.tensors.values())
 
     @property
     def unchecked(self) -> bool:
-        """Whether it lacks checksums, as that of a snapshot in memory."""
+        """Whether it lacks checksums, as for a snapshot in memory."""
         return any(piece.crc32 is None for piece in self.pieces)
 
 
@@ -98,7 +98,7 @@ def index_text(index: Index) -> str:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Writes index.json; it is on disk when this returns. OSError where it cannot be."""
+    """Writes index.json; it is on disk on return. OSError if it cannot be written."""
     with (folder / INDEX_JSON).open("w", encoding="utf-8") as file:
         file.write(index_text(index))
         file.flush()
@@ -106,11 +106,11 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """Reads and checks index.json. CheckpointError, which names the defect, where it is not of this version."""
+    """Reads and checks index.json. CheckpointError names the defect."""
     path = folder / INDEX_JSON
     if not path.exists() and (folder / ".metadata").exists():
         raise CheckpointError(
-            f"{folder} is a checkpoint of an earlier version, whose index is a pickle, which may run code: it is not "
+            f"{folder} is a checkpoint of an earlier version with a pickled index, which could run code, so it is not "
             "read; resume with the version that wrote it, or train from the start"
         )
     try:
@@ -133,7 +133,7 @@ def _parsed(content: Any) -> Index:
         raise ValueError("it lacks tensors, pieces or others")
     for name, crc32 in others.items():
         if not _OTHER_FILE.fullmatch(name) or not _counts([crc32]):
-            raise ValueError(f"{name!r:.80} is no other file with a checksum")
+            raise ValueError(f"{name!r:.80} is not the name of another file, with its checksum")
     for key, shape in tensors.items():
         if not _counts(shape, least=1) or not shape:
             raise ValueError(f"the shape of {key!r} is {shape!r:.80}")
@@ -143,10 +143,10 @@ def _parsed(content: Any) -> Index:
 
 def _piece(number: int, of: Any, tensors: dict[str, tuple[int, ...]]) -> Piece:
     if not isinstance(of, dict) or not isinstance(of.get("tensor"), str) or of["tensor"] not in tensors:
-        raise ValueError(f"piece {number} is of no tensor")
+        raise ValueError(f"piece {number} belongs to no tensor")
     full, file = tensors[of["tensor"]], of.get("file")
     if not isinstance(file, str) or not _FILE.fullmatch(file):
-        raise ValueError(f"piece {number} names {file!r:.80}, which is no file of a rank")
+        raise ValueError(f"piece {number} names {file!r:.80}, which is not a rank's file")
     start: Any = of.get("start")
     shape: Any = of.get("shape")
     row_step: Any = of.get("row_step")
@@ -156,29 +156,29 @@ def _piece(number: int, of: Any, tensors: dict[str, tuple[int, ...]]) -> Piece:
         raise ValueError(f"piece {number} has offset {of.get('offset')!r:.80} and crc32 {of.get('crc32')!r:.80}")
     steps = (row_step, *(1 for _ in full[1:]))
     if len(start) != len(full) or len(shape) != len(full):
-        raise ValueError(f"piece {number} has not the dimensions of its tensor")
+        raise ValueError(f"piece {number} has a different number of dimensions than its tensor")
     if any(a + (n - 1) * step >= end for a, n, step, end in zip(start, shape, steps, full, strict=True)):
         raise ValueError(f"piece {number} goes beyond its tensor")
     return Piece(Place(of["tensor"], tuple(start), tuple(shape), row_step), file, of["offset"], of["crc32"])
 
 
 def _counts(values: Any, least: int = 0) -> bool:
-    """Whether this is a list of numbers that can be sizes."""
+    """Whether `values` is a list of valid sizes."""
     return isinstance(values, list) and all(type(value) is int and least <= value < _LARGEST for value in values)
 
 
 def _check_cover(index: Index) -> None:
-    """Raises ValueError unless each element of each tensor is in one piece."""
+    """Raises ValueError unless each element of each tensor is in exactly one piece."""
     of_key: dict[str, list[Place]] = {key: [] for key in index.tensors}
     for piece in index.pieces:
         of_key[piece.place.tensor].append(piece.place)
     for key, places in of_key.items():
         if sum(prod(place.shape) for place in places) != prod(index.tensors[key]):
-            raise ValueError(f"the pieces of {key!r} are not as many elements as it has")
+            raise ValueError(f"the pieces of {key!r} have a different number of elements")
         step = places[0].row_step
         if any(place.row_step != step for place in places):
-            raise ValueError(f"the pieces of {key!r} have rows of several steps")
-        # With the rows of one remainder adjacent, all pieces are boxes.
+            raise ValueError(f"the pieces of {key!r} have rows with different steps")
+        # When rows are grouped by remainder modulo the step, all pieces are boxes.
         first = np.array([(p.start[0] % step, p.start[0] // step, *p.start[1:]) for p in places])
         end = first + np.array([(1, *place.shape) for place in places])
         for i in range(len(places) - 1):
@@ -190,7 +190,7 @@ Slices = tuple[slice, ...]
 
 
 def common(one: Place, other: Place) -> tuple[Slices, Slices] | None:
-    """Returns the common elements of two places of a tensor, as slices of each one; None if they share none."""
+    """Returns the common elements of two places of a tensor, as slices of each; None if there are none."""
     rows = _common_rows(one, other)
     if rows is None:
         return None
@@ -227,13 +227,13 @@ def _common_rows(one: Place, other: Place) -> tuple[slice, slice] | None:
 
 
 def checksum(data: Any) -> int:
-    """Returns the checksum of a piece's bytes, any buffer."""
+    """Returns the checksum of a piece's bytes, given as any buffer."""
     return zlib.crc32(data)
 
 
 def read_piece(folder: Path, piece: Piece, data: memoryview) -> None:
-    """Fills `data`, of the piece's size, with its bytes. CheckpointError, naming file and bytes, where there are too
-    few, or these are not those that its checksum is of; OSError where they cannot be read."""
+    """Fills `data`, of the piece's size, with its bytes. CheckpointError, naming file and bytes, if the file is too
+    short or the checksum does not match; OSError if the file cannot be read."""
     with (folder / piece.file).open("rb", buffering=0) as file:
         file.seek(piece.offset)
         done = 0
@@ -243,29 +243,29 @@ def read_piece(folder: Path, piece: Piece, data: memoryview) -> None:
                 raise CheckpointError(f"{piece.name}, of {piece.place.tensor}: the file is truncated")
             done += count
     if piece.crc32 is not None and checksum(data) != piece.crc32:
-        raise CheckpointError(f"{piece.name}, of {piece.place.tensor}, are damaged: their checksum is another")
+        raise CheckpointError(f"{piece.name}, of {piece.place.tensor}, are damaged: their checksum does not match")
 
 
 def other_files(folder: Path) -> dict[str, int]:
-    """Returns the checksums of the files of a checkpoint that no rank wrote."""
+    """Returns the checksums of a checkpoint's files that no rank wrote."""
     names = (path.name for path in folder.iterdir())
     return {name: checksum((folder / name).read_bytes()) for name in names if _OTHER_FILE.fullmatch(name)}
 
 
 def damaged_others(folder: Path, index: Index) -> Iterator[str]:
-    """Yields a line for each file that no rank wrote and that is not as it was written."""
+    """Yields a line for each file, not written by a rank, that differs from what was written."""
     for name, crc32 in index.others.items():
         try:
             if checksum((folder / name).read_bytes()) != crc32:
-                yield f"{name} is damaged: its checksum is another"
+                yield f"{name} is damaged: its checksum does not match"
         except OSError as error:
             yield f"{name}: {error.strerror}"
 
 
 def damage(folder: Path, index: Index, advance: Callable[[int], None]) -> Iterator[str]:
-    """Reads all files; yields a line for each piece and each other file that is not as it was written.
+    """Reads all files; yields a line for each piece and each other file that differs from what was written.
 
-    advance: called with each number of bytes that were checked.
+    advance: called with the number of bytes of each step of the check.
     """
 
     def check(piece: Piece) -> str | None:

@@ -1,7 +1,8 @@
-"""Pieces of a state in files of a file system that is memory (tmpfs), mapped for as long as a run lasts.
+"""Pieces of a state in files of an in-memory file system (tmpfs), mapped for the duration of a run.
 
-The files outlive the process that fills them: whoever starts next reads them like those of any checkpoint. All their
-memory is had, and registered with CUDA, before the training; a copy then takes as long as the link to the host needs.
+The files outlive the process that fills them: a process that starts later reads them like those of any checkpoint. All
+their memory is allocated, and registered with CUDA, before the training; a copy then takes only as long as the link to
+the host needs.
 """
 
 import mmap
@@ -19,11 +20,12 @@ from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_index import THREADS, CheckpointError, Piece, Place
 
 _IN_FLIGHT = 8
-"""Pieces that the copy engine has before it at a time: it does not idle, and whoever counts pieces sees it go on."""
+"""Pieces queued to the copy engine at a time: it does not idle, and a counter of pieces advances steadily."""
 
 
 def placed(rank: int, places: Sequence[Place]) -> list[Piece]:
-    """Returns the file and the bytes of each place of a rank, without checksums: THREADS files, as of a checkpoint."""
+    """Returns the file and the bytes of each place of a rank, without checksums, in THREADS files, as in a
+    checkpoint."""
     ends = [0] * THREADS
     pieces = []
     for number, place in enumerate(places):
@@ -34,7 +36,7 @@ def placed(rank: int, places: Sequence[Place]) -> list[Piece]:
 
 
 def file_sizes(pieces: Sequence[Piece]) -> dict[str, int]:
-    """Returns the bytes of each file that pieces lie in, by name."""
+    """Returns the size in bytes of each file that contains pieces, by name."""
     sizes: dict[str, int] = {}
     for piece in pieces:
         sizes[piece.file] = max(sizes.get(piece.file, 0), piece.offset + piece.place.nbytes)
@@ -42,13 +44,13 @@ def file_sizes(pieces: Sequence[Piece]) -> dict[str, int]:
 
 
 class PiecesInMemory:
-    """The memory of one rank's pieces, which copies fill again and again."""
+    """The memory of one rank's pieces, reused by every copy."""
 
     def __init__(self, folder: Path, pieces: Sequence[Piece], device: torch.device) -> None:
-        """Makes and maps the files in `folder`, or maps those that are there; the folder may get another name later.
+        """Creates and maps the files in `folder`, or maps existing ones; the folder may be renamed later.
 
-        device: the GPU that will copy to them, or the CPU. OSError where the memory cannot be had, CheckpointError
-        where CUDA cannot register it.
+        device: the GPU that will copy to them, or the CPU. OSError if the memory cannot be allocated, CheckpointError
+        if CUDA cannot register it.
         """
         sizes = file_sizes(pieces)
         with ThreadPoolExecutor(THREADS) as pool:
@@ -69,7 +71,7 @@ class PiecesInMemory:
 
     @torch.no_grad()
     def fill(self, pieces: Sequence[tuple[Place, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
-        """Copies pieces, in the order of their places, and returns once all are copied.
+        """Copies pieces, in the order of their places, and returns when all are copied.
 
         on_piece: called for each piece, by any thread.
         """
@@ -80,7 +82,7 @@ class PiecesInMemory:
             return
 
         def copy(pair: tuple[Tensor, Tensor | StoredRows]) -> None:
-            with torch.no_grad():  # which each thread sets for itself
+            with torch.no_grad():  # a per-thread setting
                 pair[0].copy_(_values(pair[1]))
             on_piece()
 
@@ -89,9 +91,9 @@ class PiecesInMemory:
                 pass
 
     def _fill_from_gpu(self, pairs: Sequence[tuple[Tensor, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
-        """Copies each second tensor to the first one's registered memory, by the copy engine, on a stream of its
-        own."""
-        if self._stream is None:  # one for all times: a stream keeps memory for copies of strided pieces
+        """Copies each second tensor to the first one's registered memory, by the copy engine, on a separate
+        stream."""
+        if self._stream is None:  # kept for later copies: a stream keeps memory for copies of strided pieces
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         in_flight: deque[torch.cuda.Event] = deque()
@@ -112,14 +114,14 @@ class PiecesInMemory:
             wait_for_one()
 
     def close(self) -> None:
-        """Takes the memory back from CUDA."""
+        """Unregisters the memory from CUDA."""
         for file in self._registered:
             unregister(file.data_ptr())
         self._registered.clear()
 
 
 def _mapped(path: Path, size: int) -> Tensor:
-    """Returns the memory of a file, uint8 [size], all of which is there: a write to it cannot fail later."""
+    """Returns the memory of a file, uint8 [size], fully allocated: a later write to it cannot fail."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if os.fstat(descriptor).st_size != size:
@@ -134,7 +136,7 @@ def _mapped(path: Path, size: int) -> Tensor:
 
 
 def _register(file: Tensor, device: torch.device) -> Tensor:
-    """Registers memory with CUDA, so that copies to it run by themselves; returns it."""
+    """Registers memory with CUDA, so that copies to it are asynchronous; returns it."""
     error = register(file.data_ptr(), file.nbytes, device)
     if error is not None:
         raise CheckpointError(

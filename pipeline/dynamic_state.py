@@ -1,5 +1,5 @@
-"""The state of rows that are made when they are first named, as checkpoints have it: ids and rows, of all tables as one
-tensor each, rank after rank and in the order of a rank's places."""
+"""The state of rows that are created when first named, in the form for checkpoints: ids and rows, each as one tensor
+over all tables, rank after rank, in the order of a rank's places."""
 
 from itertools import accumulate
 

@@ -11,82 +11,82 @@ from dlrm_bench.pipeline.state import StateBlocks
 
 
 class Options(Protocol):
-    """Options of one pipeline, defined beside it."""
+    """Options of one pipeline; each pipeline defines its own."""
 
     @property
     def needs_gpu(self) -> str | None:
-        """The error message where there is no GPU; None if these options work without one."""
+        """The error message to raise without a GPU; None if these options work without one."""
         ...
 
 
 def check_device(options: Options, device: torch.device) -> None:
-    """Raise ValueError where the options need a GPU and `device` is none; allocates nothing."""
+    """Raises ValueError if the options need a GPU and `device` is not one; allocates nothing."""
     if device.type != "cuda" and options.needs_gpu is not None:
         raise ValueError(options.needs_gpu)
 
 
 @runtime_checkable
 class GivesOutputs(Protocol):
-    """A pipeline whose training steps can give more than the loss."""
+    """A pipeline whose training steps can return more than the loss."""
 
     def keep_outputs(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Keeps logits [B] and labels [B] of each training step from now on until they are taken, once; returns the
-        function that takes those of the last step, detached, on the device."""
+        """Keeps logits [B] and labels [B] of each training step from now on until they are taken, once per step;
+        returns the function that takes those of the last step, detached, on the device."""
         ...
 
 
 class Pipeline(Protocol):
-    """A sharded DLRM with its optimizer and its schedule, ready to train.
+    """A sharded model with its optimizer and its schedule, ready to train.
 
     The reader thread calls `prepare`, so that its cost stays off the launching thread. All ranks make the same calls in
     the same order.
     """
 
     def prepare(self, batch: Any) -> Any:
-        """Returns the batch in the form that the other two methods take, still in (pinned) host memory."""
+        """Returns the batch in the form for `train_step` and `evaluate`, still in (pinned) host memory."""
         ...
 
     def warm_up(self, evaluates: bool) -> None:
-        """Does what takes longer the first time, such as captures, before the first batch; weights and optimizer state
-        are bit for bit as before afterwards. Collective.
+        """Runs everything that takes longer the first time, such as captures, before the first batch; afterwards,
+        weights and optimizer state are bitwise unchanged. Collective.
 
-        evaluates: whether there will be evaluations.
+        evaluates: whether the run will evaluate.
         """
         ...
 
     def train_step(self, batches: Iterator[Any]) -> Tensor:
-        """Train on the next batch; may read further ahead. Returns this rank's mean loss, detached, on the device; its
-        memory may be used again a million steps later.
+        """Trains on the next batch; may read further ahead. Returns this rank's mean loss, detached, on the device; its
+        memory may be reused a million steps later.
 
         Raises StopIteration when `batches` has ended and every batch read has been trained on.
         """
         ...
 
     def evaluate(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields logits [B] and labels [B] of each batch, in order, on the device. Training resumes where it was."""
+        """Yields logits [B] and labels [B] of each batch, in order, on the device. Training can continue afterwards."""
         ...
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of tables and dense weights from the next step on, the same on all ranks. ValueError
-        names a bad one."""
+        for an invalid rate."""
         ...
 
     def go_on_after(self, iterations: int) -> None:
-        """Sets the number of iterations trained before the first step, in a run that resumes a checkpoint: random draws
-        of the training depend on the iteration."""
+        """Sets the number of iterations trained before the first step, in a run that resumes a checkpoint: random
+        numbers in the training depend on the iteration."""
         ...
 
     def tallies(self) -> Tallies:
-        """Returns this rank's counts of numbers that went wrong so far, on the device. Where any was not finite, no
-        weight on any rank changes from the next step on."""
+        """Returns this rank's counts of saturated and non-finite numbers so far, on the device. If any was not finite,
+        no weight on any rank changes from the next step on."""
         ...
 
     def state_blocks(self) -> StateBlocks:
         """Returns weights and optimizer state after the last step, as this rank holds them. Collective; waits for the
         device.
 
-        Tables are the memory that is trained. Dense tensors may be copies: a caller that writes to blocks passes them
-        to `take_blocks` afterwards.
+        Table blocks are the trained memory itself. Dense tensors may be copies: a caller that writes to blocks passes
+        them to `take_blocks` afterwards.
         """
         ...
 
@@ -103,8 +103,8 @@ class Pipeline(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what must not outlive the process group, such as graphs with collectives in them; nothing comes after.
+        """Frees resources that must not outlive the process group, such as graphs with collectives; the last call.
 
-        NCCL does not let go of a communicator before the last graph that has captured it is gone.
+        NCCL does not release a communicator while a graph that captured it exists.
         """
         ...

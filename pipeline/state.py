@@ -23,36 +23,36 @@ class TensorBlock:
     """Index of its first element in the full tensor."""
     shape: tuple[int, ...]
     local: Tensor | StoredRows | None
-    """The memory, of this shape, on every rank that holds the block; None elsewhere."""
+    """The memory, of this shape, on every rank that holds the block; None on other ranks."""
     row_step: int = 1
-    """Distance of its rows in the full tensor."""
+    """Distance between its rows in the full tensor."""
     by_ids: "RowsByIds | None" = None
-    """Choice of the rows that a rank reads, where these have ids: others than it wrote, and more or less of them."""
+    """Selection of the rows that a rank reads, if rows have ids: maybe other rows than it wrote, more or fewer."""
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The elements of the full tensor that it holds."""
+        """The block's elements as slices of the full tensor."""
         steps = (self.row_step, *(1 for _ in self.shape[1:]))
         ends = zip(self.start, self.shape, steps, strict=True)
         return tuple(slice(first, first + (size - 1) * step + 1, step) for first, size, step in ends)
 
     @classmethod
     def whole(cls, local: Tensor) -> "TensorBlock":
-        """Returns the one block of a tensor that every rank holds in full."""
+        """Returns the only block of a tensor that every rank holds in full."""
         return cls(0, (0,) * local.dim(), tuple(local.shape), local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsByIds:
-    """Rows that are saved with their ids, of which there are as many as there are."""
+    """Rows that are saved with their ids, in any number."""
 
     key: str
-    """Key of the tensor, among the weights, that has the ids: [rows, columns], numbers of 32 bits."""
+    """Key, among the weights, of the tensor with the ids: [rows, columns], 32-bit numbers."""
     choose: Callable[[Tensor], Tensor]
-    """Returns which of all saved rows become the first, second, ... of this rank's memory, int64 [n], ascending: of the
-    ids of all, int32 [rows, columns] on the host. ValueError where these are too many."""
+    """Returns which of all saved rows become the first, second, ... of this rank's memory, int64 [n], ascending. The
+    argument is the ids of all rows, int32 [rows, columns] on the host. ValueError if there are too many."""
     memory: Mapping[str, Tensor]
-    """This rank's memory, fp32, for weights and optimizer, under these names."""
+    """This rank's memory, fp32, for weights and optimizer state, by name."""
 
 
 TensorBlocks = dict[str, list[TensorBlock]]
@@ -65,10 +65,10 @@ class StateBlocks(NamedTuple):
     weights: TensorBlocks
     optimizer: TensorBlocks
     """Adagrad's sum of squared gradients of each weight, under the weight's key and of its shape; for tables under
-    rowwise Adagrad [rows, 1], under SGD nothing."""
+    row-wise Adagrad [rows, 1], under SGD nothing."""
 
 
 def full_shape(blocks: Iterable[TensorBlock]) -> tuple[int, ...]:
-    """Returns the shape of the tensor that blocks make up."""
+    """Returns the shape of the tensor that the blocks make up."""
     ends = [[index.stop for index in block.index] for block in blocks]
     return tuple(map(max, zip(*ends, strict=True)))

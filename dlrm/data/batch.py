@@ -1,4 +1,4 @@
-"""One rank's samples of one iteration, in one contiguous buffer whose fields the benchmark names."""
+"""One rank's samples of one iteration, in one contiguous buffer with fields named by the benchmark."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.data.batch_fields import BatchFields
 
-ALIGNMENT = 256  # Bytes; what CUDA allocations guarantee, so parts copied to the GPU stay aligned for any kernel.
+ALIGNMENT = 256  # Bytes; guaranteed by CUDA allocations, so fields copied to the GPU stay aligned for any kernel.
 _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 _ITEM_BYTES = 4
 
@@ -34,7 +34,7 @@ class BatchLayout:
 class Batch:
     """Samples as tensors of fixed shapes; B is the local batch size.
 
-    The tensors are made when they are first asked for: making them takes longer than reading a batch.
+    The tensors are created on first use: creating them takes longer than reading a batch.
     """
 
     storage: Tensor
@@ -50,7 +50,7 @@ class Batch:
 
     @cached_property
     def dense(self) -> Tensor:
-        """float32 [B, columns], of a benchmark whose samples have dense features."""
+        """float32 [B, columns], for benchmarks with dense features."""
         return self.flat("dense").view(self.layout.batch_size, -1)
 
     @cached_property
@@ -60,33 +60,33 @@ class Batch:
 
     @cached_property
     def ids(self) -> Tensor:
-        """int32 [B * ids_per_sample], feature-major: feature f is a row-major [B, multi_hot_sizes[f]] block, the blocks
-        in table order. These are the values of a KJT."""
+        """int32 [B * ids_per_sample], feature-major: feature f is a row-major [B, multi_hot_sizes[f]] block, blocks in
+        table order. These are the values of a KJT."""
         return self.flat("ids")
 
     @classmethod
     def empty(cls, batch_size: int, model: BatchFields, pin: bool = False) -> "Batch":
-        """A batch of uninitialised host memory, with num_valid = batch_size, as of_layout makes it."""
+        """Returns a batch of uninitialised host memory, with num_valid = batch_size; see of_layout."""
         return cls.of_layout(BatchLayout(batch_size, model), pin)
 
     @classmethod
     def of_layout(cls, layout: BatchLayout, pin: bool) -> "Batch":
-        """A batch of uninitialised host memory, with num_valid = batch_size.
+        """Returns a batch of uninitialised host memory, with num_valid = batch_size.
 
-        pin: page-locked memory. PyTorch's caching host allocator hands it out again only after the non-blocking
-        copies from it have finished, so a batch may be dropped as soon as its copy has been enqueued.
+        pin: page-locked memory. PyTorch's caching host allocator reuses it only after its non-blocking copies have
+        finished, so a batch may be dropped as soon as its copy has been enqueued.
         """
         return cls(torch.empty(layout.end, dtype=torch.uint8, pin_memory=pin), layout, layout.batch_size)
 
     @classmethod
     def over(cls, storage: Tensor, layout: BatchLayout, num_valid: int | None = None) -> "Batch":
-        """Returns the batch in `storage`, on any device: for a copy of another batch's whole buffer."""
+        """Returns the batch stored in `storage`, on any device: for a copy of another batch's whole buffer."""
         assert storage.shape == (layout.end,)
         return cls(storage, layout, layout.batch_size if num_valid is None else num_valid)
 
 
 def storage_bytes(batch_size: int, model: BatchFields) -> int:
-    """Bytes of a batch's buffer."""
+    """Returns the number of bytes of a batch's buffer."""
     return BatchLayout(batch_size, model).end
 
 

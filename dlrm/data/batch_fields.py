@@ -1,4 +1,4 @@
-"""The fields of a batch's one buffer, as a benchmark names them; needs no torch."""
+"""The fields of a batch's buffer, as named by a benchmark; needs no torch."""
 
 from typing import Literal, NamedTuple, Protocol
 
@@ -9,13 +9,13 @@ class Field(NamedTuple):
     name: str
     dtype: Literal["float32", "int32"]
     columns: int
-    """Elements of a sample."""
+    """Elements per sample."""
 
 
 class BatchFields(Protocol):
-    """A benchmark's model, as far as batches depend on it."""
+    """The aspect of a benchmark's model that batches depend on."""
 
     @property
     def batch_fields(self) -> tuple[Field, ...]:
-        """The fields, in their order in the buffer. `labels` and `ids` are among them."""
+        """The fields, in buffer order. `labels` and `ids` are among them."""
         ...

@@ -12,18 +12,18 @@ from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CheckConfig:
-    """A directory of data, checked."""
+    """Checks a directory of data."""
 
     directory: Annotated[Path, tyro.conf.Positional]
     """Directory of the data."""
     fast: bool = False
-    """Check only sizes, headers and a few samples of the files: seconds instead of hours."""
+    """Check only sizes, headers and a few samples of each file: seconds instead of hours."""
     mlperf: bool = False
     """Treat the files as MLPerf's own: compare all counts, and the checksum of every file."""
 
     def __post_init__(self) -> None:
         if self.mlperf and self.fast:
-            raise ValueError("--mlperf reads every byte, and --fast does not: choose one of them")
+            raise ValueError("--mlperf reads every byte, --fast does not: choose one of them")
 
 
 class Checked(Protocol):
@@ -31,12 +31,12 @@ class Checked(Protocol):
 
     @property
     def findings(self) -> list[str]:
-        """A line for each defect, which names a file and the fix; empty if all is well."""
+        """One line per defect, with the file and the fix; empty if there are none."""
         ...
 
     @property
     def counts(self) -> str:
-        """The numbers of files, samples or events checked, in words."""
+        """The number of files, samples or events checked, in words."""
         ...
 
 
@@ -44,9 +44,9 @@ C = TypeVar("C", bound=CheckConfig)
 
 
 def run_check(kind: type[C], check: Callable[[C], Checked], args: Sequence[str] | None, description: str | None) -> int:
-    """Checks the directory that a command line names and prints each finding on a line of stdout.
+    """Checks the directory given on the command line and prints each finding on a line of stdout.
 
-    Returns the exit status, 2 if there are findings. kind: the flags.
+    Returns the exit status, 2 if there are findings. kind: the class that defines the flags.
     """
 
     def run() -> int:

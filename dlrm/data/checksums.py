@@ -1,4 +1,4 @@
-"""Checksums of data files: of all bytes, and of a few blocks, which takes milliseconds for any size of file."""
+"""Checksums of data files: over all bytes, and over a few blocks, which takes milliseconds for any file size."""
 
 import hashlib
 import os
@@ -19,11 +19,11 @@ class Checksum:
     """A manifest's entry for a file."""
 
     bytes: int
-    """Its size."""
+    """Size of the file."""
     blake2b: str
     """BLAKE2b of all bytes, 16 bytes in hexadecimal (b2sum -l 128)."""
     sample: str
-    """BLAKE2b of its size and 64 blocks of 4 KiB, evenly spread from its first byte to its last."""
+    """BLAKE2b of the size and 64 blocks of 4 KiB, spread evenly from the first byte of the file to the last."""
 
 
 def checksum(path: Path) -> Checksum:
@@ -34,7 +34,7 @@ def checksum(path: Path) -> Checksum:
 
 
 def sample_checksum(path: Path) -> str:
-    """Checksum.sample of a file."""
+    """Returns Checksum.sample of a file."""
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=DIGEST_BYTES)
@@ -47,27 +47,27 @@ def sample_checksum(path: Path) -> str:
 def changed_files(
     directory: Path, known: Mapping[str, Checksum], names: Iterable[str], *, whole: bool = False
 ) -> Iterator[str]:
-    """Yields a line for each of the files `names` that differs from its entry, with the fix.
+    """Yields a line, with the fix, for each of the files `names` that differs from its entry.
 
-    Compares sizes and, by default, samples alone; `whole` compares all bytes. Names without an entry are left out.
+    Compares only sizes and samples by default; `whole` compares all bytes. Names without an entry are skipped.
     """
     for name in names:
         if name not in known:
             continue
         path, expected = directory / name, known[name]
         if not path.is_file():
-            yield f"{path} {why_not(path)}, but the manifest has it: {COPY_AGAIN}"
+            yield f"{path} {why_not(path)}, but the manifest lists it: {COPY_AGAIN}"
             continue
         size = path.stat().st_size
         sample = sample_checksum(path)
         if sample != expected.sample and (other := _other_name(known, name, sample)):
-            yield f"{path} has the content of {other}: files were swapped; give them their names back"
+            yield f"{path} has the content of {other}: the files were swapped; restore their names"
         elif size < expected.bytes:
             yield f"{path} is truncated: {size} bytes instead of {expected.bytes}: {COPY_AGAIN}"
         elif size > expected.bytes:
             yield f"{path} is too long: {size} bytes instead of {expected.bytes}: {COPY_AGAIN}"
         elif sample != expected.sample or (whole and checksum(path).blake2b != expected.blake2b):
-            yield f"{path} was changed: its checksum is not that of the manifest: {COPY_AGAIN}"
+            yield f"{path} was changed: its checksum differs from the manifest's: {COPY_AGAIN}"
 
 
 def _other_name(known: Mapping[str, Checksum], name: str, sample: str) -> str | None:

@@ -1,10 +1,10 @@
-"""Contiguous ids: the hashes of a feature, numbered in the order in which they first appear.
+"""Contiguous ids: numbers the hashes of a feature in order of first appearance.
 
 BinaryCriteoUtils.sparse_to_contiguous of torchrec.datasets.criteo does this with Python dictionaries over whole days in
-memory. Here a feature's hashes come in pieces, and only one hash table grows, of 8 bytes a slot, two to four slots for
-each distinct hash until they are 2^29 (4.3 GB, enough for 400 million; Criteo's largest feature has 293 million). numpy
-has no hash table, and those of pandas, polars and Arrow take no more keys later, hence this one: open addressing,
-linear probing, all keys of a piece at once.
+memory. Here a feature's hashes arrive in pieces, and only one hash table grows: 8 bytes per slot, two to four slots per
+distinct hash up to 2^29 slots (4.3 GB, enough for 400 million hashes; Criteo's largest feature has 293 million). numpy
+has no hash table, and those of pandas, polars and Arrow cannot grow later; so this module implements open addressing
+with linear probing, for all keys of a piece at once.
 """
 
 import numpy as np
@@ -24,15 +24,15 @@ Numbers = NDArray[np.uint32]
 
 
 class Numbering:
-    """Numbers 1, 2, 3, ... for hashes, in order of first appearance."""
+    """Assigns numbers 1, 2, 3, ... to hashes, in order of first appearance."""
 
     def __init__(self) -> None:
         self._slots = np.zeros(FEWEST_SLOTS, dtype=np.uint64)  # hash << 32 | number; numbers are not 0, so 0 is empty
         self.distinct = 0
-        """Numbers given so far."""
+        """Numbers assigned so far."""
 
     def number(self, hashes: Hashes) -> Numbers:
-        """The numbers of hashes [n], which are given where a hash is new."""
+        """Returns the numbers of hashes [n]; assigns the next number to each new hash."""
         numbers = self._find(hashes)
         new = np.flatnonzero(numbers == 0)
         if len(new):
@@ -60,16 +60,16 @@ class Numbering:
             entries = self._slots[slots]
 
     def _insert(self, entries: NDArray[np.uint64]) -> None:
-        """Insert entries of distinct hashes that are not in the table."""
+        """Inserts entries of distinct hashes that are not in the table."""
         slots = self._home((entries >> np.uint64(32)).astype(np.uint32))
         while len(entries):
             empty = self._slots[slots] == 0
-            self._slots[slots[empty]] = entries[empty]  # Of several for one slot the last one stays.
+            self._slots[slots[empty]] = entries[empty]  # Of several entries for one slot, the last one stays.
             on = self._slots[slots] != entries
             entries, slots = entries[on], (slots[on] + 1) & (len(self._slots) - 1)
 
     def _reserve(self, count: int) -> None:
-        """Make room for `count` hashes in all."""
+        """Grows the table to hold `count` hashes in all."""
         size = len(self._slots)
         while count > FULL * size:
             size *= 2
@@ -80,16 +80,16 @@ class Numbering:
                 self._insert(piece[piece != 0])
 
     def _home(self, hashes: Hashes) -> NDArray[np.int64]:
-        """The first slot to look at, by Fibonacci hashing (D. Knuth, The Art of Computer Programming, 6.4)."""
+        """Returns the first slot to probe, by Fibonacci hashing (D. Knuth, The Art of Computer Programming, 6.4)."""
         shift = np.uint64(65 - len(self._slots).bit_length())
         return ((hashes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> shift).astype(np.int64)
 
 
 def ids_of_numbers(counts: NDArray[np.int64], frequency_threshold: int) -> NDArray[np.int32]:
-    """The id of each number of a Numbering, int32 [distinct + 1]; element 0 belongs to no hash.
+    """Returns the id of each number of a Numbering, int32 [distinct + 1]; element 0 belongs to no hash.
 
-    counts: [distinct + 1], how often each number appears. Hashes that appear fewer than frequency_threshold times get
-    INFREQUENT_ID, the others ids from FIRST_ID in order of first appearance.
+    counts: [distinct + 1], number of occurrences of each number. Hashes that occur fewer than frequency_threshold times
+    get INFREQUENT_ID, the others ids from FIRST_ID in order of first appearance.
     """
     frequent = counts >= frequency_threshold
     frequent[0] = False

@@ -5,12 +5,12 @@ from typing import Any, Protocol, TypedDict
 
 
 class FileContent(TypedDict):
-    """The fingerprint of a data file, which tells it from others of its name."""
+    """The fingerprint of a data file, which distinguishes it from other files of the same name."""
 
     sample: str
     """Checksum.sample of dlrm/data/checksums.py."""
     blake2b: str | None
-    """Checksum.blake2b, where a manifest knows it."""
+    """Checksum.blake2b, if a manifest has it."""
 
 
 class HostBatch(Protocol):
@@ -24,15 +24,15 @@ class Dataset(Protocol):
     """A source of batches. Global batch i holds samples [i * GBS, (i + 1) * GBS) with GBS = world_size * B; rank r
     reads [i * GBS + r * B, i * GBS + (r + 1) * B).
 
-    Batches come as a Sequence where each can be read on its own, by any thread, else as an iterator.
+    Batches are a Sequence if any thread can read each of them independently, else an iterator.
     """
 
     train_samples: int | None
-    """Number of samples of one epoch; None without end."""
+    """Number of samples of one epoch; None if unlimited."""
     eval_samples: int
     """Number of samples of one evaluation."""
     best_auc: float | None
-    """The AUC of the true probabilities on the evaluation samples, where a generator knows it."""
+    """The AUC of the true probabilities on the evaluation samples, if a generator knows it."""
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Any]:
         """Returns one epoch of this rank's batches, each sample once; the last partial global batch is dropped."""
@@ -40,5 +40,5 @@ class Dataset(Protocol):
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterable[Any]:
         """Returns one evaluation. Every rank gets the same number of batches; in the last ones only the first num_valid
-        samples are real, possibly none, and the others have id 0, dense 0 and label 0."""
+        samples, possibly none, are real, and the others have id 0, dense 0 and label 0."""
         ...

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def zipf_ids(rng: np.random.Generator, rows: int, exponent: float, count: int) -> NDArray[np.int32]:
-    """`count` ids in [0, rows), id i drawn with a probability close to proportional to (i + 1)^-exponent.
+    """Returns `count` ids in [0, rows); the probability of id i is nearly proportional to (i + 1)^-exponent.
 
     Inverts the distribution function of the density x^-exponent on [1, rows + 1) and rounds down:
     x = (1 + u * (L^(1-a) - 1))^(1/(1-a)) with L = rows + 1, written with expm1 and log1p so that exponents near 1
@@ -25,11 +25,11 @@ def zipf_ids(rng: np.random.Generator, rows: int, exponent: float, count: int) -
 
 
 def hashed_ids(first: NDArray[np.int32], count: int, rows: int, salt: int) -> NDArray[np.int32]:
-    """[len(first), count] ids in [0, rows), a fixed function of (salt, first id, column) that looks uniform.
+    """Returns ids [len(first), count] in [0, rows): a fixed, uniform-looking function of (salt, first id, column).
 
     SplitMix64's output function (G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", 2014)
-    hashes a counter made of all three; the upper half of its product with `rows` is the id (D. Lemire, "Fast Random
-    Integer Generation in an Interval", 2019, without the rejection: no id is more than rows / 2^32 off its share).
+    hashes a counter formed from all three; the upper half of its product with `rows` is the id (D. Lemire, "Fast Random
+    Integer Generation in an Interval", 2019, without the rejection: an id's share is off by at most rows / 2^32).
     """
     assert 0 < rows < 1 << 31
     assert 0 <= count < 1 << 16
@@ -48,10 +48,10 @@ def hashed_ids(first: NDArray[np.int32], count: int, rows: int, salt: int) -> ND
 
 
 def log_counts(rng: np.random.Generator, samples: int, features: int) -> NDArray[np.float32]:
-    """Returns [samples, features]: log(1 + n) of log-normal counts n, small in the first column, larger towards the
+    """Returns [samples, features]: log(1 + n) of log-normal counts n, small in the first column and larger towards the
     last.
 
-    As in Criteo's transformed features, values are not negative, many are zero, and the right tail is long.
+    As in Criteo's transformed features, values are non-negative, many are zero, and the right tail is long.
     """
     log_median = np.linspace(0, 3, features, dtype=np.float32)
     counts = np.exp(rng.standard_normal((samples, features), dtype=np.float32) * 1.5 + log_median)

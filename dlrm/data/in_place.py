@@ -1,4 +1,5 @@
-"""Copies of batches by one stream into memory of another: TorchRec's in-place copies (enable_inplace_copy_batch)."""
+"""Copies of batches on one stream to another stream's memory: TorchRec's in-place copies
+(enable_inplace_copy_batch)."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,7 +12,7 @@ Part = TypeVar("Part", Tensor, KeyedJaggedTensor)
 
 
 def empty_like(part: Part, device: torch.device) -> Part:
-    """Returns uninitialised memory on `device` of the form of `part`."""
+    """Returns uninitialised memory on `device`, shaped like `part`."""
     if isinstance(part, KeyedJaggedTensor):
         return KeyedJaggedTensor.empty_like(part, device=device)
     return torch.empty_like(part, device=device)
@@ -24,7 +25,7 @@ def fill_on(
     sources: Sequence[Tensor | KeyedJaggedTensor],
     non_blocking: bool,
 ) -> None:
-    """Copies `sources` to `targets`, memory of the current stream, on `stream`."""
+    """Copies `sources` on `stream` to `targets`, which are memory of the current stream."""
     stream.wait_stream(torch.cuda.current_stream(device))  # the memory may still be in use there
     with torch.cuda.stream(stream):
         for target, source in zip(targets, sources, strict=True):

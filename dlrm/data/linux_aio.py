@@ -1,11 +1,11 @@
-"""Many reads of files in one system call, by Linux's asynchronous I/O (man 2 io_submit).
+"""Many file reads in one system call, by Linux's asynchronous I/O (man 2 io_submit).
 
-io_submit itself reads what the page cache has: one call copies all ranges to their destinations, and never holds
-Python's interpreter lock. A call for each range would release and retake the lock as often, against the thread that
-launches the training. io_uring could do the same, but containers usually forbid it.
+io_submit itself reads pages in the page cache: one call copies all ranges to their destinations and never holds
+Python's interpreter lock. One call per range would release and retake the lock each time, competing with the thread
+that launches the training. io_uring could do the same, but containers usually forbid it.
 
-The kernel context of a call is kept for the next one, of any thread, as long as the process lives: the kernel takes 30
-to 80 ms to free it (io_destroy waits until no CPU uses it), and an evaluation has its own readers.
+The kernel context of a call is kept for later calls of any thread, for the life of the process: the kernel takes 30 to
+80 ms to free it (io_destroy waits until no CPU uses it), and an evaluation has its own readers.
 """
 
 import ctypes
@@ -39,34 +39,34 @@ _IOCB = np.dtype(
 )
 _EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 _PREAD = 0  # IOCB_CMD_PREAD
-_NOWAIT = 8  # RWF_NOWAIT: only what the page cache has
+_NOWAIT = 8  # RWF_NOWAIT: only from the page cache
 
 _unlocked = ctypes.CDLL(None, use_errno=True).syscall
 _locked = ctypes.PyDLL(None).syscall
-"""Keeps the interpreter lock: for what takes no time."""
+"""Keeps the interpreter lock: for calls that return at once."""
 for _syscall in (_unlocked, _locked):
     _syscall.restype = ctypes.c_long
 
 _idle: "list[_Reader | None]" = []
-"""Idle readers, and None for one that the system refused; at most as many as threads have read at once."""
-os.register_at_fork(after_in_child=_idle.clear)  # The kernel does not hand contexts down.
+"""Idle readers, and None for one that the system refused; at most the number of threads that have read at once."""
+os.register_at_fork(after_in_child=_idle.clear)  # A child process does not inherit contexts.
 
 
 def read_ranges(
     files: NDArray[np.uint32], offsets: NDArray[np.int64], addresses: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Reads sizes[i] bytes of the file with descriptor files[i], from byte offsets[i] on, to memory at addresses[i].
+    """Reads sizes[i] bytes of the file with descriptor files[i], from byte offsets[i], to memory at addresses[i].
 
-    Returns the number of bytes of each range that were read: fewer than asked where the file ends, or the page cache
-    lacks the rest; 0 or a negative number where it cannot be read, or the system has no asynchronous I/O. The caller
-    reads the missing bytes by other means, which also give the reason. For any number of threads.
+    Returns the number of bytes read in each range: fewer than requested if the file ends or the page cache lacks the
+    rest; 0 or negative if the range cannot be read or the system has no asynchronous I/O. The caller reads the missing
+    bytes by other means, which also report the reason. Thread-safe.
     """
     try:
         reader = _idle.pop()
     except IndexError:
         reader = _open_reader()
     done = np.zeros(len(sizes), dtype=np.int64) if reader is None else reader.read(files, offsets, addresses, sizes)
-    _idle.append(reader)  # Not after an error: the kernel may still be at work for it.
+    _idle.append(reader)  # Not after an error: the kernel may still be using it.
     return done
 
 
@@ -81,7 +81,7 @@ def _open_reader() -> "_Reader | None":
 
 
 class _Reader:
-    """A context of the kernel, with the requests of a call and their results."""
+    """A kernel context, with the requests of a call and their results."""
 
     CAPACITY = 64
 
@@ -116,9 +116,9 @@ class _Reader:
         return done
 
     def _run(self, count: int) -> int:
-        """Submits the first requests; returns how many ended. Their results are in the first events."""
+        """Submits the first requests; returns the number of completed ones. Their results are in the first events."""
         submitted = _unlocked(self._submit, self._context, ctypes.c_long(count), self._pointers_at)
-        if submitted < 0 and ctypes.get_errno() == errno.EOPNOTSUPP:  # a file system that only waits, such as NFS
+        if submitted < 0 and ctypes.get_errno() == errno.EOPNOTSUPP:  # a file system with blocking reads only, as NFS
             self._requests["rw_flags"] = 0
             submitted = _unlocked(self._submit, self._context, ctypes.c_long(count), self._pointers_at)
         ended = 0
@@ -127,7 +127,7 @@ class _Reader:
             left = ctypes.c_long(submitted - ended)
             least = left if call is _unlocked else ctypes.c_long(0)
             at = ctypes.c_void_p(self._events_at.value + ended * _EVENT.itemsize)  # type: ignore[operator]  # no null
-            # Without waiting first: usually all have ended. The kernel writes to memory until they have.
+            # Polls first: usually all have ended. The kernel writes to memory until they have.
             ended += max(0, call(self._get_events, self._context, least, left, at, None))
             call = _unlocked
         return ended

@@ -1,4 +1,4 @@
-"""Exact AUC, on one rank and over all of them."""
+"""Exact AUC, on one rank and over all ranks."""
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,12 @@ def exact_auc(scores: Tensor, labels: Tensor) -> float:
     scores: floating point [N]; any increasing function of the probability, such as logits, gives the same AUC. labels:
     [N], 1 positive and 0 negative.
 
-    The Mann-Whitney statistic, doubled so that ties stay whole numbers, is summed in int64: exact up to the final
-    division for 2 * positives * negatives < 2^63, far above the 89 million samples that MLPerf evaluates. Raises
-    ValueError for NaN scores and where one of the classes is empty.
+    The Mann-Whitney statistic, doubled so that ties stay integers, is summed in int64: exact up to the final division
+    for 2 * positives * negatives < 2^63, far above the 89 million samples that MLPerf evaluates. Raises ValueError for
+    NaN scores and if either class is empty.
     """
     if scores.isnan().any():
-        raise ValueError("the AUC is undefined: some scores are NaN; if a model gave them, its training diverged")
+        raise ValueError("the AUC is undefined: some scores are NaN; if they come from a model, its training diverged")
     order = scores.argsort()
     sorted_scores = scores[order]
     positive = labels[order].to(torch.int64)
@@ -25,7 +25,7 @@ def exact_auc(scores: Tensor, labels: Tensor) -> float:
     negatives = positive.numel() - positives
     if positives == 0 or negatives == 0:
         raise ValueError(f"the AUC is undefined: {positives} positive and {negatives} negative samples")
-    # Samples of one score form a group; `last` is the index of each group's last sample.
+    # Samples with equal scores form a group; `last` is the index of each group's last sample.
     last = torch.cat([sorted_scores[1:] != sorted_scores[:-1], positive.new_ones(1, dtype=torch.bool)]).nonzero()[:, 0]
     seen_positive = positive.cumsum(0)[last]
     seen_negative = last + 1 - seen_positive
@@ -36,7 +36,7 @@ def exact_auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def distributed_auc(scores: Tensor, labels: Tensor) -> float:
-    """`exact_auc` over the samples of all ranks; every rank must call it and gets the same value.
+    """Returns `exact_auc` over the samples of all ranks, the same value on every rank. Collective.
 
     scores: float32 [n], labels: [n], on the process group's device; n may differ between ranks and may be 0.
     Every rank gathers all samples (five bytes each: 450 MB for MLPerf's 89 million) and sorts them.

@@ -1,4 +1,4 @@
-"""Arrays in .npy form, alone in a file or inside an uncompressed zip: written in pieces, read in place."""
+"""Arrays in .npy format, in a file of their own or inside an uncompressed zip: written in pieces, read in place."""
 
 import os
 import struct
@@ -19,9 +19,9 @@ COPY_AGAIN = "copy or generate it again"
 
 
 def write_header(file: IO[bytes], dtype: DTypeLike, shape: tuple[int, ...]) -> None:
-    """Begin a C-ordered .npy array; its bytes are to follow.
+    """Writes the header of a C-ordered .npy array; its bytes are to follow.
 
-    Plain writes rather than a writable memory map: on a full disk they raise OSError, where a map kills the process.
+    Uses plain writes, not a writable memory map: on a full disk they raise OSError, while a map kills the process.
     """
     header = {"descr": npy_format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
     npy_format.write_array_header_1_0(file, header)
@@ -31,9 +31,9 @@ def write_header(file: IO[bytes], dtype: DTypeLike, shape: tuple[int, ...]) -> N
 class ArrayFile:
     """A C-ordered .npy array [N, columns] on disk, open for reading by any number of threads at once.
 
-    Reads rather than a memory map: the kernel copies straight to the destination of the rows, without a page fault and
-    without Python's interpreter lock, and a file that is cut short under the reader is an error, where a map kills the
-    process. RowFiles reads several in one system call; this class reads the rest.
+    Uses reads, not a memory map: the kernel copies straight to the destination of the rows, without page faults and
+    without Python's interpreter lock, and truncation during a read is an error, while a map kills the process. RowFiles
+    reads several files in one system call; this class reads the rest.
     """
 
     name: str
@@ -50,10 +50,10 @@ class ArrayFile:
 
     def read(self, first: int, out: NDArray[Any]) -> None:
         """Fills `out`, C-ordered and of this dtype's size, with consecutive rows from row `first`. ValueError names the
-        file if it cannot be read, or has become too short."""
+        file if it cannot be read or has been truncated."""
         position = self.start + first * self.row_bytes
         done = self._read(position, out.data)
-        while done < out.nbytes:  # as from network file systems, or beyond 2 GB
+        while done < out.nbytes:  # short reads occur on network file systems and beyond 2 GB
             done += self._read(position + done, out.data.cast("B")[done:])
 
     def _read(self, position: int, out: memoryview) -> int:
@@ -66,13 +66,13 @@ class ArrayFile:
             ) from error
         if count == 0:
             raise ValueError(
-                f"{self.name} is truncated: it ends at byte {position} and was longer when it was opened: {COPY_AGAIN}"
+                f"{self.name} is truncated: it ends at byte {position} but was longer when it was opened: {COPY_AGAIN}"
             )
         return count
 
 
 class RowFiles:
-    """Several ArrayFiles of which the same rows are read together, by one system call where Linux allows it."""
+    """Several ArrayFiles whose same rows are read together, in one system call if Linux supports it."""
 
     def __init__(self, arrays: Sequence[ArrayFile]) -> None:
         self._arrays = arrays
@@ -81,9 +81,9 @@ class RowFiles:
         self._row_bytes = np.array([array.row_bytes for array in arrays], dtype=np.int64)
 
     def read(self, first: int, count: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
-        """Fills `memory` with rows [first, first + count) of each array, those of array i from byte positions[i] on.
+        """Fills `memory` with rows [first, first + count) of each array, array i starting at byte positions[i].
 
-        Any number of threads may. ValueError as of ArrayFile.read.
+        Thread-safe. ValueError as for ArrayFile.read.
         """
         sizes = self._row_bytes * count
         assert (positions + sizes).max() <= memory.nbytes
@@ -91,7 +91,7 @@ class RowFiles:
         done = read_ranges(self._files, offsets, memory.ctypes.data + positions, sizes)
         if (done != sizes).any():
             missing = [i for i in range(len(self._arrays)) if done[i] != sizes[i]]
-            for i in missing:  # all of them at once, not each after the one before
+            for i in missing:  # reads all of them in parallel
                 os.posix_fadvise(int(self._files[i]), int(offsets[i]), int(sizes[i]), os.POSIX_FADV_WILLNEED)
             for i in missing:
                 self._arrays[i].read(first, memory[positions[i] : positions[i] + sizes[i]])
@@ -107,10 +107,10 @@ def open_array(
     span: tuple[int, int] | None = None,
     file: FileIO | None = None,
 ) -> ArrayFile:
-    """Returns the C-ordered .npy array [N, columns], N > 0, that fills bytes `span` of a file (default: all of it).
+    """Opens the C-ordered .npy array [N, columns], N > 0, that fills bytes `span` of a file (default: all of it).
 
-    file: the file at `path`, where it is open already. Raises ValueError, naming file, member and the way out (`fix`,
-    where the shape is wrong), if it is anything else.
+    file: the file at `path`, if already open. Raises ValueError, naming file, member and the remedy (`fix`, if the
+    shape is wrong), if it is anything else.
     """
     name = f"{path}[{member}]" if member else str(path)
     start, end = span or (0, path.stat().st_size)
@@ -121,7 +121,7 @@ def open_array(
         read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
         shape, fortran_order, found = read_header(file)
     except ValueError as error:
-        # numpy advises to trust a header that is too long, by allow_pickle=True.
+        # For a header that is too long, numpy's message advises to trust it by allow_pickle=True.
         what = "its header is too long" if "allow_pickle" in str(error) else error
         raise ValueError(f"{name} is not a .npy array ({what}): {COPY_AGAIN}") from error
     data_start = file.tell()
@@ -141,17 +141,17 @@ def open_array(
 
 
 def map_array(path: Path, dtype: DTypeLike, columns: int) -> NDArray[Any]:
-    """Memory-map a file's C-ordered .npy array [N, columns], N > 0; ValueError as for `open_array`."""
+    """Memory-maps a file's C-ordered .npy array [N, columns], N > 0; ValueError as for `open_array`."""
     array = open_array(path, dtype, columns)
     array.file.close()
     return np.memmap(path, dtype=array.dtype, mode="r", offset=array.start, shape=array.shape).view(np.ndarray)
 
 
 def member_span(path: Path, info: zipfile.ZipInfo) -> tuple[int, int]:
-    """Start and end, in the zip file, of a stored member's bytes; ValueError if it is compressed or damaged.
+    """Returns the start and end, in the zip file, of a stored member's bytes; ValueError if compressed or damaged.
 
-    They follow the member's local header, whose name and extra field have lengths of their own (APPNOTE.TXT 4.3.7):
-    those in the directory at the file's end, which zipfile reads, may differ.
+    The bytes follow the member's local header, whose name and extra field have their own lengths (APPNOTE.TXT 4.3.7);
+    those in the directory at the end of the file, which zipfile reads, may differ.
     """
     name = f"{path}[{info.filename}]"
     if info.compress_type != zipfile.ZIP_STORED:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 def why_not(path: Path) -> str:
-    """Returns why a path is not of the kind wanted, to follow its name: 'does not exist', say.
+    """Returns the reason why a path is not of the expected kind, to follow its name: 'does not exist', say.
 
-    Path.exists and the like return False for a loop of links and for a directory that may not be entered, too.
+    Path.exists and similar methods also return False for a loop of links and for an inaccessible directory.
     """
     try:
         path.stat()
@@ -17,4 +17,4 @@ def why_not(path: Path) -> str:
         return f"cannot be reached ({error.strerror})"
     if path.is_dir():
         return "is a directory"
-    return "is no directory" if path.is_file() else "is neither file nor directory"
+    return "is not a directory" if path.is_file() else "is neither a file nor a directory"

@@ -1,4 +1,4 @@
-"""Progress of work that takes hours: steps with their rate and the time left, on stderr."""
+"""Progress of long-running work on stderr: steps with their rate and the remaining time."""
 
 import sys
 import time
@@ -11,13 +11,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgres
 from rich.text import Text
 
 LINE_SECONDS = 60.0
-"""Seconds between two lines of progress where stderr is no terminal, which has a bar instead."""
+"""Seconds between two progress lines if stderr is not a terminal; a terminal shows a bar instead."""
 
 Advance = Callable[[float], None]
 
 
 class RateColumn(ProgressColumn):
-    """Work done in a second."""
+    """Work done per second."""
 
     def render(self, task: Task) -> Text:
         """Returns the rate of a task, in the unit of its fields."""
@@ -26,11 +26,12 @@ class RateColumn(ProgressColumn):
 
 @contextmanager
 def step(title: str, total: float, unit: str, scale: float = 1e6) -> Iterator[Advance]:
-    """Shows one step of `total` pieces of work; yields the function to call with each number of pieces done.
+    """Shows progress of one step of `total` pieces of work; yields the function to call with each number of finished
+    pieces.
 
-    Rates are shown as pieces / scale in a second, in `unit`.
+    Rates are shown as pieces / scale per second, in `unit`.
     """
-    console = Console(stderr=True, force_terminal=sys.stderr.isatty())  # rich alone would believe FORCE_COLOR
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())  # by default, rich obeys FORCE_COLOR
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), RateColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, speed_estimate_period=120, disable=not console.is_terminal)
     task = bar.add_task(title, total=total, unit=unit, scale=scale)

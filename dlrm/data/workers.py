@@ -1,4 +1,4 @@
-"""Pieces of work in several threads at a time: numpy, polars and checksums leave the interpreter lock to others."""
+"""Work items in several threads at once: numpy, polars and checksums release the interpreter lock."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -8,13 +8,13 @@ from dlrm_bench.dlrm.data.steps import Advance
 
 
 class _StoppedError(Exception):
-    """Raised in a piece of work after another one has failed, to end it."""
+    """Raised in a work item to end it after another item has failed."""
 
 
 def run_all(work: Callable[[int, Advance], None], items: Iterable[int], advance: Advance, workers: int) -> None:
-    """Do work(item, advance) for each item, `workers` of them at a time, begun in order.
+    """Runs work(item, advance) for each item, `workers` items at a time, started in order.
 
-    The first error, or an interrupt, ends the others at their next call of advance, and is raised.
+    The first error, or an interrupt, ends the other items at their next call of advance, and is raised.
     """
     if workers == 1:
         for item in items:

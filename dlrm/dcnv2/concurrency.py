@@ -1,6 +1,6 @@
-"""The streams and barriers of DLRM-DCNv2's stage 3. The static pipeline, which has its own, lends it `Streams`.
+"""The streams and barriers of DLRM-DCNv2's stage 3. The static pipeline, which has its own ones, provides `Streams`.
 
-Functions return the values of a layer or bucket. pipeline/static/CONCURRENCY.md draws an iteration with all of them.
+Functions return the stream or barrier of a layer or bucket. pipeline/static/CONCURRENCY.md draws a whole iteration.
 """
 
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
@@ -23,24 +23,24 @@ BOTTOM_UPDATE = Stream(name="bottom update", carries="the bottom MLP's exchange 
 
 
 def top_update(first: int) -> Stream:
-    """The stream of the bucket of the top MLP's layers from `first` on."""
+    """Returns the stream of the bucket with the top MLP's layers from `first` on."""
     carries = "exchange and update of a bucket of the top MLP; of the first, without peer memory, its all-gather before"
     return Stream(name=f"top {first}", carries=carries)
 
 
 def cross_gradients(layer: int) -> Stream:
-    """Returns the stream of a cross layer's weight gradients, where several layers' run in parallel."""
+    """Returns the stream of a cross layer's weight gradients, if several layers' gradients run in parallel."""
     name = f"cross {layer} gradients"
     return Stream(name=name, priority=Priority.WEIGHT_GRADIENTS, carries="weight gradients of a cross layer")
 
 
 def cross_update(first: int) -> Stream:
-    """The stream of the bucket of the cross layers from `first` on."""
+    """Returns the stream of the bucket with the cross layers from `first` on."""
     return Stream(name=f"cross {first}", carries="exchange and update of a bucket of cross layers")
 
 
 def bottom_gradients(layer: int) -> Stream:
-    """The stream of a bottom MLP layer's weight gradients."""
+    """Returns the stream of a bottom MLP layer's weight gradients."""
     name = f"bottom {layer} gradients"
     return Stream(name=name, priority=Priority.WEIGHT_GRADIENTS, carries="weight gradients of a bottom MLP layer")
 
@@ -58,7 +58,7 @@ def stage_streams(model: ModelConfig) -> tuple[Stream, ...]:
 
 
 def bucket_gradients(bucket: str) -> Barrier:
-    """The barrier before the update of a bucket in peer memory. bucket: the beginning of its weights' names."""
+    """Returns the barrier before the update of a bucket in peer memory. bucket: a prefix of its weights' names."""
     return Barrier(
         name=f"{bucket} gradients",
         orders="all ranks' gradients of the bucket, the guards' flags, and the last reads of its weights, before the "

@@ -26,9 +26,9 @@ class ModelConfig:
     num_embeddings: tuple[int, ...]
     """Rows of each embedding table, before table_scale."""
     multi_hot_sizes: tuple[int, ...]
-    """Ids per sample of each categorical feature (fixed, MLPerf's multi-hot sizes)."""
+    """Ids per sample of each categorical feature (fixed: MLPerf's multi-hot sizes)."""
     table_scale: float = 1.0
-    """Factor on every table's number of rows, of which at least one stays; below 1 it fits the tables on smaller
+    """Factor on every table's number of rows, rounded up to at least one; values below 1 fit the tables on smaller
     GPUs."""
     embedding_dim: int = 128
     """Columns of every embedding table."""
@@ -64,7 +64,7 @@ class ModelConfig:
         require(0 < self.table_scale <= 1, f"--model.table-scale is {self.table_scale}: choose 0 < scale <= 1")
         require(
             max(self.rows) < 2**31,
-            f"--model.num-embeddings has a table of {max(self.rows)} rows: ids are 32 bits wide, so keep it below 2^31",
+            f"--model.num-embeddings has a table of {max(self.rows)} rows: ids have 32 bits, so choose fewer than 2^31",
         )
         require(
             self.bottom_mlp[-1] == self.embedding_dim,
@@ -105,12 +105,12 @@ class ModelConfig:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """KJT keys in table order, named as the MLPerf reference names them."""
+        """KJT keys in table order, with the MLPerf reference's names."""
         return tuple(f"cat_{feature}" for feature in range(self.num_features))
 
     @property
     def ids_per_sample(self) -> int:
-        """Number of ids of one sample over all features (214 in the MLPerf model)."""
+        """Number of ids per sample over all features (214 in the MLPerf model)."""
         return sum(self.multi_hot_sizes)
 
 
@@ -119,10 +119,10 @@ class DataConfig:
     """The source of the samples."""
 
     source: DataSource = "random"
-    """random: in-memory batches for latency runs. multi_hot: MLPerf day files. one_hot: day files of one id per
+    """random: in-memory batches for latency runs. multi_hot: MLPerf's day files. one_hot: day files with one id per
     feature, expanded by MLPerf's seeded tables."""
     path: Path | None = None
-    """Directory of the day files; needed unless source is random."""
+    """Directory of the day files; required unless source is random."""
     train_days: int = 23
     """Days 0 to train_days - 1 train; the first half of day train_days evaluates (MLPerf: 23)."""
     prefetch_batches: int = 16
@@ -130,13 +130,13 @@ class DataConfig:
     reader_threads: int = 2
     """Threads of each rank that read day files; a thread is idle while enough batches are ready."""
     random_batches: int = 32
-    """Distinct batches of source random; they are drawn before the run and used in turn."""
+    """Number of distinct batches of source random; they are drawn before the run and reused in turn."""
     random_skew: float = 1.05
-    """Zipf exponent of a feature's first id under source random; random_ids is about the other ids."""
+    """Zipf exponent of a feature's first id under source random; random_ids sets the other ids."""
     random_ids: RandomIds = "expanded"
-    """A feature's ids after the first under source random. expanded: a fixed function of the first id, as in MLPerf's
-    files, so that they repeat as often as it does. uniform: drawn anew for each sample, which names about twice as many
-    distinct rows (MLPerf's model, 55296 samples of skew 1.05: 8.5 instead of 4.2 million)."""
+    """Ids of a feature after the first, under source random. expanded: a fixed function of the first id, as in MLPerf's
+    files, so that they repeat as often as the first id. uniform: drawn independently for each sample, which gives about
+    twice as many distinct rows (MLPerf's model, 55296 samples of skew 1.05: 8.5 instead of 4.2 million)."""
 
     def __post_init__(self) -> None:
         if self.source != "random":
@@ -167,13 +167,13 @@ class DataConfig:
 
     @property
     def is_random(self) -> bool:
-        """Whether batches are drawn at random, without end and with labels that nothing can learn."""
+        """Whether batches are random, unlimited in number, and have labels that no model can learn."""
         return self.source == "random"
 
     @property
     def id_statistics(self) -> IdStatistics:
-        """Statistics of how often the ids of a run's batches name the same rows. Files are taken to be like random
-        batches: expanded ids of skewed first ids."""
+        """Statistics of how often the ids of a run's batches name the same rows. Files are assumed to be distributed
+        like random batches: expanded ids of skewed first ids."""
         expanded = self.source != "random" or self.random_ids == "expanded"
         return IdStatistics(skew=self.random_skew, expanded=expanded)
 
@@ -183,8 +183,8 @@ class OptimizerConfig:
     """Element-wise Adagrad on dense weights and, for MLPerf, on tables; MLPerf fixes all but the learning rate."""
 
     embedding: TableOptimizerName = "adagrad"
-    """Optimizer of the tables. adagrad: element-wise, MLPerf's. rowwise_adagrad: one state for each row, from the mean
-    of its squared gradients. sgd: no state."""
+    """Optimizer of the tables. adagrad: element-wise, MLPerf's. rowwise_adagrad: one state per row, from the mean of
+    its squared gradients. sgd: no state."""
     learning_rate: float = 0.004
     """Constant learning rate of tables and dense weights."""
     eps: float = 1e-8
@@ -193,11 +193,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_learning_rate(self.learning_rate)
         require(0 < self.eps < math.inf, "--optimizer.eps must be finite and positive")
-        # 0 divided by less is NaN in float32, and by a subnormal number on some GPUs' fast paths.
+        # 0 divided by a smaller eps is NaN in float32; by a subnormal eps, it is NaN on some GPUs' fast paths.
         require(
             2**-126 <= self.eps < 2**128,
-            f"--optimizer.eps is {self.eps}: it must be a normal number of float32, 1.2e-38 to 3.4e38, as gradients of "
-            "0 are divided by it",
+            f"--optimizer.eps is {self.eps}: it must be a normal float32 number, 1.2e-38 to 3.4e38, because gradients "
+            "of 0 are divided by it",
         )
 
     def rate(self, iteration: int) -> None:

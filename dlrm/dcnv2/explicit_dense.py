@@ -1,18 +1,19 @@
-"""The dense network with its backward written out, on flat buffers.
+"""The dense network with an explicit backward, on flat buffers.
 
-Equal to autograd over dlrm.model.DenseNetwork. Written out, the caller decides when weight gradients are computed: the
-chain that the embeddings wait for comes first, weight gradients run beside it or beside later work.
+Equal to autograd over dlrm.dcnv2.network.DenseNetwork. With an explicit backward, the caller decides when weight
+gradients are computed: the chain that the embeddings wait for comes first; weight gradients run beside it or beside
+later work.
 
 Weights and gradients are in flat buckets: top MLP, cross network, bottom MLP, in the order in which gradients become
 ready. The update of the first two is sharded (the optimizer sharding of ZeRO, Rajbhandari et al. 2020): a
 reduce-scatter gives each rank the summed gradient of its slice of a bucket, only that rank keeps the slice's master
-weights and Adagrad state, and an all-gather brings the new weights back. The two collectives move as many bytes as one
+weights and Adagrad state, and an all-gather distributes the new weights. The two collectives move as many bytes as one
 all-reduce, and the update costs a rank 1 / world_size of the memory traffic. The small bottom MLP is updated whole on
 every rank.
 
-In peer memory one kernel does all three. An additional exchange costs little there: each cross layer is a bucket, and
-the bottom MLP's update is sharded too. For small batches, whose exchanges take longer than the backward before them,
-the top MLP's first layer, which has most of its weights, is its own bucket.
+With peer memory one kernel does all three. There an additional exchange costs little: each cross layer is a bucket,
+and the bottom MLP's update is sharded too. For small batches, whose exchanges take longer than the backward that
+precedes them, the top MLP's first layer, which has most of the weights, is a separate bucket.
 """
 
 import torch
@@ -29,26 +30,26 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense import cross, fused_cross, loss, mlp, small_mlp
 from dlrm_bench.kernels.dense.column_sums import column_sums
 
-# The bottom MLP's input is padded to a multiple of this, as cuBLAS falls to kernels several times slower where a row is
-# not 16-byte aligned.
+# The bottom MLP's input is padded to a multiple of this: cuBLAS chooses kernels several times slower if rows are not
+# 16-byte aligned.
 _PAD = 16
 
 LOSSES_KEPT = 1 << 20
-"""Iterations after which the place of a mean loss is used again; 4 MB."""
+"""Number of iterations after which the slot of a mean loss is reused; 4 MB."""
 
 
 class ExplicitDense:
     """Forward, backward and update of the dense network at one fixed local batch size.
 
     `x0` [batch, (features + 1) * dim] is the interaction's input: `bottom_forward` fills its first dim columns, the
-    caller the pooled vectors after them. `dx0`, of its shape, is the gradient by it.
+    caller the pooled vectors after them. `dx0`, of the same shape, is its gradient.
 
-    The chain from x0 to dx0 can go in `parts`, equal ranges of rows, each in the order of the methods below, in
+    The chain from x0 to dx0 can run in `parts`, equal ranges of rows, each in the order of the methods below, in
     parallel or in sequence; weight gradients of the whole batch come after all parts.
     """
 
     in_eight_bits = False
-    """Whether some products have factors of eight bits: `copy_weights` then comes before the first forward after each
+    """Whether some products have 8-bit factors: `copy_weights` must then run before the first forward after each
     update."""
 
     def __init__(
@@ -61,10 +62,10 @@ class ExplicitDense:
     ) -> None:
         """Collective.
 
-        memory: for the update and, on one node, for x0, into which the owner ranks then write pooled vectors.
+        memory: for the update and, on one node, for x0, to which the owner ranks then write pooled vectors.
         """
         self.model, self.shape = model, shape
-        # Other nodes do not reach x0: their pooled vectors come by a collective.
+        # Other nodes cannot write to x0: their pooled vectors come by a collective.
         self._memory = memory if ranks.nodes == 1 else None
         self.global_batch_size = shape.samples * ranks.world_size
         dtype = shape.dtype
@@ -88,30 +89,30 @@ class ExplicitDense:
             return {tuple(layers): bucket(part, tuple(layers)) for layers in apart if layers}
 
         # Without peer memory each bucket has its own process group: collectives of one group queue after one another.
-        # Over nodes they would share the network anyway, and one group is set up sooner than six.
+        # Between nodes they would share the network anyway, and one group is set up faster than six.
         across = ranks.new_group_across_nodes() if memory and ranks.nodes > 1 else None
         layers, top = range(model.cross_layers), len(model.top_mlp)
-        # Whole batches, not parts, are small: 0.483 ms, not 0.501, at 512 samples a GPU; 2.918, not 2.903, at 6912.
+        # Batches that run whole are small: 0.483 ms, not 0.501, at 512 samples a GPU; 2.918, not 2.903, at 6912.
         first = 1 if shape.parts == 1 else top
         self.top = buckets("top_mlp", range(first), range(first, top))
         self.cross = buckets("cross", *(range(layer, layer + 1) for layer in layers))
-        """Buckets by the layers whose weights they have."""
+        """Buckets by the layers whose weights they hold."""
         self.bottom = bucket("bottom_mlp", tuple(range(len(model.bottom_mlp))), sharded=False)
         self.buckets = (*self.top.values(), *self.cross.values(), self.bottom)
         self.working = {name: bucket.view(bucket.working, name) for bucket in self.buckets for name in bucket.starts}
         self.grad = {name: bucket.view(bucket.grad, name) for bucket in self.buckets for name in bucket.starts}
         self.tallies = Tallies(self._rounded(), ranks.device)
-        """Tallies of the updates' gradients, and of tensors that are rounded to eight bits."""
+        """Tallies of the updates' gradients, and of tensors rounded to 8 bits."""
         self._rows = shape.rows
         self._make_buffers(ranks.device)
 
     def _rounded(self) -> list[str]:
-        """Names the tensors in eight bits."""
+        """Returns the names of the 8-bit tensors."""
         return []
 
     def _make_buffers(self, device: torch.device) -> None:
-        """Activations and their gradients, whole batches of them; of the bottom MLP's, which are small, most come and
-        go."""
+        """Allocates activations and their gradients for whole batches; most of the bottom MLP's, which are small, are
+        temporary."""
 
         def matrices(*columns: int) -> list[Tensor]:
             return [torch.zeros(samples, n, dtype=dtype, device=device) for n in columns]
@@ -126,12 +127,12 @@ class ExplicitDense:
         self._x = [self.x0, *matrices(*[width] * layers)]
         self._u, self._du = (matrices(*[model.cross_rank] * layers) for _ in range(2))
         self._y = matrices(*[width] * layers)
-        # Gradients by the layers' outputs, and by y. The fused kernels keep all of them, as the first layer's adds x0's
-        # gradient up; else the first share a buffer, and the others take y's place.
+        # Gradients of the layers' outputs, and of y. The fused kernels keep all of them, because the first layer sums
+        # up x0's gradient; otherwise the former share a buffer, and the latter overwrite y.
         self._fused = self._is_fused(width, device)
         self._dx = matrices(*[width] * layers) if self._fused else matrices(width) * layers
         self._dy = matrices(*[width] * layers) if self._fused else self._y
-        # Inputs of the top MLP's layers; gradients by them, before their ReLU, and by the logits.
+        # Inputs of the top MLP's layers; their gradients, those before their ReLU, and those of the logits.
         self._top = [self._x[-1], *matrices(*model.top_mlp[:-1])]
         self._dz_top = [self._dx[-1], *matrices(*model.top_mlp)]
         (self._dense,) = matrices(self._padded)
@@ -145,8 +146,8 @@ class ExplicitDense:
         return fused_cross.applies(shape.part_samples, width, self.model.cross_rank, shape.dtype, device)
 
     def _make_partial_sums(self, device: torch.device) -> None:
-        """Partial sums of the biases' gradients and of the loss: adding them up goes with the weight gradients, so that
-        the chain to dx0 does not wait for it."""
+        """Allocates partial sums of the bias gradients and of the loss: they are added up with the weight gradients, so
+        that the chain to dx0 does not wait for it."""
         model, parts, last = self.model, self.shape.parts, len(self.model.top_mlp) - 1
         rows = self.shape.part_samples
 
@@ -172,18 +173,19 @@ class ExplicitDense:
 
     @property
     def losses(self) -> Tensor:
-        """Sums of the losses of groups of samples, fp32 [n] of any stride, once all parts' `loss_backward` is
-        through."""
+        """Returns sums of the losses of groups of samples, fp32 [n] of any stride; valid after `loss_backward` of all
+        parts."""
         return self._loss_partials.flatten(0, 1)[:, 0]
 
     def state_dict(self, which: DenseState = "master") -> dict[str, Tensor]:
-        """Copies of the fp32 weights or of Adagrad's state, under DenseNetwork's names and shapes. Collective."""
+        """Returns copies of the fp32 weights or of Adagrad's state, with DenseNetwork's names and shapes.
+        Collective."""
         full = {name: value for bucket in self.buckets for name, value in bucket.full(getattr(bucket, which)).items()}
         full["bottom_mlp.0.weight"] = full["bottom_mlp.0.weight"][:, : self.model.dense_in_features].contiguous()
         return full
 
     def load_state_dict(self, values: dict[str, Tensor], which: DenseState = "master") -> None:
-        """Takes what `state_dict(which)` gives, on any device, the same on every rank."""
+        """Loads the result of `state_dict(which)`, on any device, the same on every rank."""
         values = values | {"bottom_mlp.0.weight": self._pad(values["bottom_mlp.0.weight"])}
         for bucket in self.buckets:
             bucket.load(which, {name: values[name] for name in bucket.starts})
@@ -197,7 +199,7 @@ class ExplicitDense:
         """Does nothing: products read the working weights."""
 
     def bottom_forward(self, dense: Tensor) -> None:
-        """dense: fp32 [batch, dense_in_features]."""
+        """Computes the bottom MLP into x0. dense: fp32 [batch, dense_in_features]."""
         layers = [f"bottom_mlp.{i}" for i in range(len(self.model.bottom_mlp))]
         if self._small:
             out, parameters = self.x0[:, : self.model.embedding_dim], ("weight", "bias")
@@ -223,7 +225,7 @@ class ExplicitDense:
             cross.cross_forward(self.x0[rows], x, y, bias, out)
 
     def top_hidden_forward(self, part: int = 0) -> Tensor:
-        """Input of the top MLP's last layer [rows of the part, its width]."""
+        """Returns the input of the top MLP's last layer, [rows of the part, its width]."""
         rows = self._rows[part]
         for layer in range(len(self.model.top_mlp) - 1):
             self._top_layer_forward(layer, rows)
@@ -231,32 +233,32 @@ class ExplicitDense:
 
     def _top_layer_forward(self, layer: int, rows: slice) -> None:
         weight, bias = self.working[f"top_mlp.{layer}.weight"].t(), self.working[f"top_mlp.{layer}.bias"]
-        # The public pair addmm and relu is two kernels; this one has bias and ReLU in the GEMM's epilogue.
+        # Unlike the public addmm and relu, which are two kernels, this has bias and ReLU in the GEMM's epilogue.
         torch._addmm_activation(bias, self._top[layer][rows], weight, out=self._top[layer + 1][rows])
 
     def top_forward(self, part: int = 0) -> Tensor:
-        """Logits [rows of the part], in `dtype`, where no loss follows."""
+        """Returns the logits, [rows of the part], in `dtype`, for passes without a loss."""
         last = f"top_mlp.{len(self.model.top_mlp) - 1}"
         weight, bias = self.working[f"{last}.weight"], self.working[f"{last}.bias"]
         return torch.addmm(bias, self.top_hidden_forward(part), weight.t()).view(-1)
 
     def loss_backward(self, hidden: Tensor, labels: Tensor, part: int = 0) -> None:
-        """The top MLP's last layer and the loss, forward and backward.
+        """Computes the top MLP's last layer and the loss, forward and backward.
 
         The gradient is of the GLOBAL mean loss: weight gradients then only need a sum over ranks.
 
-        hidden: what `top_hidden_forward` gives. labels: fp32 [rows of the part].
+        hidden: the result of `top_hidden_forward`. labels: fp32 [rows of the part].
         """
         rows, last = self._rows[part], len(self.model.top_mlp) - 1
         weight, bias = self.working[f"top_mlp.{last}.weight"], self.working[f"top_mlp.{last}.bias"]
         dlogits, dz = self._dz_top[last + 1][rows].view(-1), self._dz_top[last][rows]
         partials = self._loss_partials[part]
-        # The input of an only layer is the cross network's output, after no ReLU.
+        # If there is only one layer, its input is the cross network's output, without a ReLU.
         relu = last > 0
         loss.logit_loss_backward(hidden, weight, bias, labels, dlogits, dz, partials, self.global_batch_size, relu)
 
     def top_backward(self, part: int = 0) -> None:
-        """Gradient by the cross network's output; keeps what `top_weight_gradients` needs."""
+        """Computes the gradient of the cross network's output; keeps the inputs of `top_weight_gradients`."""
         for layer in range(len(self.model.top_mlp) - 2, -1, -1):
             self._top_layer_backward(layer, part)
 
@@ -270,7 +272,7 @@ class ExplicitDense:
     def cross_backward(self, layer: int, part: int = 0) -> None:
         """Computes the backward of one cross layer, last layer first; keeps the inputs of its `cross_weight_gradients`.
 
-        Gradients by x0 itself are summed in dx0 meanwhile; the first layer completes it.
+        Gradients of x0 itself are accumulated in dx0; the first layer completes it.
         """
         rows, v, w, bias = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w", "bias"))
         x0, dx0, dx, y, du = (t[rows] for t in (self.x0, self.dx0, self._dx[layer], self._y[layer], self._du[layer]))
@@ -278,13 +280,13 @@ class ExplicitDense:
         if self._fused:
             self._fused_cross_backward(layer, part)
             return
-        # y is read, then overwritten by its own gradient.
+        # Reads y, then overwrites it with its gradient.
         cross.cross_backward(dx, x0, y, bias, y, dx0, self._partials[f"cross.{layer}"][part], not last, first)
         torch.mm(y, w, out=du)
         (dx0 if first else dx).addmm_(du, v)
 
     def _fused_cross_backward(self, layer: int, part: int) -> None:
-        """Each layer's computes the gradient by the y of the layer before, the first layer's the gradient by x0."""
+        """Computes the gradient of the previous layer's y, or, for the first layer, of x0."""
         rows, v, w = self._rows[part], *(self.working[f"cross.{layer}.{name}"] for name in ("v", "w"))
         x0, dx, dy, du = (t[rows] for t in (self.x0, self._dx[layer], self._dy[layer], self._du[layer]))
         if layer == self.model.cross_layers - 1:
@@ -299,8 +301,8 @@ class ExplicitDense:
             fused_cross.fused_cross_input_backward(dxs, ys, du, v, self.dx0[rows])
 
     def top_weight_gradients(self, layers: tuple[int, ...]) -> None:
-        """Writes to `grad` everything of these layers of the top MLP, whose `top_backward` is through, and the loss;
-        layer 0 goes first."""
+        """Writes all gradients of these layers of the top MLP, and the loss, to `grad`, after their `top_backward`;
+        layer 0 comes first."""
         last = len(self.model.top_mlp) - 1
         for i in layers:
             self._top_weight_gradient(i)
@@ -316,7 +318,7 @@ class ExplicitDense:
         torch.mm(self._dz_top[layer + 1].t(), self._top[layer], out=self.grad[f"top_mlp.{layer}.weight"])
 
     def cross_weight_gradients(self, layer: int) -> None:
-        """Writes to `grad` everything of a layer whose `cross_backward` is through."""
+        """Writes all gradients of a layer to `grad`, after its `cross_backward`."""
         torch.mm(self._dy[layer].t(), self._u[layer], out=self.grad[f"cross.{layer}.w"])
         torch.mm(self._du[layer].t(), self._x[layer], out=self.grad[f"cross.{layer}.v"])
         self._bias_gradient(f"cross.{layer}")
@@ -325,7 +327,7 @@ class ExplicitDense:
         column_sums(self._partials[layer].flatten(0, 1), self.grad[f"{layer}.bias"])
 
     def bottom_backward(self) -> None:
-        """Keeps what `bottom_weight_gradient` needs."""
+        """Computes the bottom MLP's backward; keeps the inputs of `bottom_weight_gradient`."""
         dh = self.dx0[:, : self.model.embedding_dim]
         self._dz_bottom: dict[int, Tensor] = {}
         for i in reversed(range(len(self.model.bottom_mlp))):
@@ -335,7 +337,7 @@ class ExplicitDense:
                 dh = torch.mm(dz, self.working[f"bottom_mlp.{i}.weight"])
 
     def bottom_weight_gradient(self, layer: int) -> None:
-        """Writes to `grad` everything of a layer of the bottom MLP, whose `bottom_backward` is through."""
+        """Writes all gradients of a layer of the bottom MLP to `grad`, after `bottom_backward`."""
         name = f"bottom_mlp.{layer}"
         torch.mm(self._dz_bottom[layer].t(), self._bottom[layer], out=self.grad[f"{name}.weight"])
         self._bias_gradient(name)

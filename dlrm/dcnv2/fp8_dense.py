@@ -1,10 +1,10 @@
-"""The dense network with its largest products in eight bits: those of the cross network and of the top MLP's first
-layer, forward, by their inputs and by their weights.
+"""The dense network with 8-bit factors in its largest products: forward, input gradients and weight gradients of the
+cross network and of the top MLP's first layer.
 
-Activations and weights are e4m3, gradients e5m2, which has fewer digits for more powers of two; the kernel that
-computes a factor writes it in eight bits, and in bf16 only where something else reads it. Sums, biases' gradients and
-all other layers are as in ExplicitDense. Scales are constants, so that a run has no more state than in bf16; numbers
-that eight bits do not hold are tallied.
+Activations and weights are e4m3, gradients e5m2, which trades precision for range; the kernel that computes a factor
+writes it in 8 bits, and in bf16 only if something else reads it. Sums, bias gradients and all other layers are as in
+ExplicitDense. Scales are constants, so that a run has no more state than in bf16; numbers that 8 bits cannot represent
+are tallied.
 """
 
 import math
@@ -21,22 +21,22 @@ from dlrm_bench.kernels.dense.fp8 import E4M3, E5M2, Fp8, Fp8Pair, empty, empty_
 from dlrm_bench.kernels.dense.fp8_copies import fp8_copies, partial_rows
 from dlrm_bench.kernels.dense.fp8_weights import WeightCopies, WeightCopy, fp8_weights
 
-# Scales: e4m3 has numbers up to 448 in steps of 1/512 near zero, e5m2 up to 57344 in steps of 1/65536. With random
-# labels, learnt by heart, layers' outputs came to 448, y to 176, u to 26, and weights to 0.15.
+# Scales: e4m3 has numbers up to 448 in steps of 1/512 near zero, e5m2 up to 57344 in steps of 1/65536. When random
+# labels were memorized, layers' outputs reached 448, y 176, u 26, and weights 0.15.
 ACTIVATIONS = 1.0
 WEIGHTS = 64.0
-"""Scale of weights: of numbers up to 7."""
+"""Scale of weights, for magnitudes up to 7."""
 GRADIENTS = 4096.0
-"""Scale of gradients, over the samples of the global batch, whose mean loss they are of: of numbers up to 14 a
+"""Scale of gradients, to be multiplied by the global batch, whose mean loss they belong to: for magnitudes up to 14 per
 sample."""
 
 _OF_LAYER = ("x", "u", "y", "dy", "du", "v", "w")
-"""Tensors of a cross layer in eight bits."""
+"""8-bit tensors of a cross layer."""
 
 
 class Fp8Dense(ExplicitDense):
-    """See ExplicitDense; a part's samples and the widths are multiples of 16, the top MLP has more than one layer, and
-    on a GPU the fused cross kernels apply."""
+    """See ExplicitDense; a part's samples and the widths must be multiples of 16, the top MLP must have more than one
+    layer, and on a GPU the fused cross kernels must apply."""
 
     in_eight_bits = True
 
@@ -48,7 +48,7 @@ class Fp8Dense(ExplicitDense):
         ranks: Ranks,
         memory: PeerMemory | None = None,
     ) -> None:
-        """Collective; as ExplicitDense's."""
+        """See ExplicitDense. Collective."""
         super().__init__(model, seed, shape, ranks, memory)
         device, layers, rows = ranks.device, range(model.cross_layers), shape.part_samples
         width, rank, hidden = self.x0.shape[1], model.cross_rank, model.top_mlp[0]
@@ -76,16 +76,16 @@ class Fp8Dense(ExplicitDense):
         self._u8 = [activations(f"cross.{layer}.u", rank) for layer in layers]
         self._du8 = [gradient(f"cross.{layer}.du", rank) for layer in layers]
         self._y8 = [tiles(layer) for layer in layers]
-        """Each y in eight bits, by layer and part."""
+        """Each 8-bit y, by layer and part."""
         self._dy8 = [gradient(f"cross.{layer}.dy", width) for layer in layers]
         self._dz8 = gradient("top_mlp.0.dz", hidden)
         self._v8, self._w8 = ([copy(f"cross.{layer}.{name}") for layer in layers] for name in ("v", "w"))
         self._top8 = copy("top_mlp.0.weight")
         self._copies = WeightCopies([*self._v8, *self._w8, self._top8])
-        # Tensors that exist in eight bits only.
+        # Tensors that exist only in 8 bits.
         self._u, self._du, self._y, self._dy = [], [], [], []
         sizes = {f"cross.{layers[-1]}": (fused_cross.partial_rows(rows, width, device), width)}
-        if len(model.top_mlp) > 2:  # else the loss leaves this layer's bias gradient
+        if len(model.top_mlp) > 2:  # else the loss computes this layer's bias gradient
             sizes["top_mlp.0"] = partial_rows(rows), hidden
         self._partials |= {name: torch.zeros(shape.parts, *size, device=device) for name, size in sizes.items()}
 
@@ -97,11 +97,11 @@ class Fp8Dense(ExplicitDense):
         return True
 
     def copy_weights(self) -> None:
-        """Rounds the working weights to eight bits: before the first forward after each update."""
+        """Rounds the working weights to 8 bits; must run before the first forward after each update."""
         fp8_weights(self._copies)
 
     def cross_forward(self, layer: int, part: int = 0) -> None:
-        """See ExplicitDense; the last layer's output is in eight bits only."""
+        """See ExplicitDense; the last layer's output exists only in 8 bits."""
         rows, x0, y8 = self._rows[part], self.x0[self._rows[part]], self._y8[layer][part]
         x8, u8, out8 = (pair.rows(rows) for pair in (self._x8[layer], self._u8[layer], self._x8[layer + 1]))
         if layer == 0:
@@ -119,8 +119,8 @@ class Fp8Dense(ExplicitDense):
         fp8_product(x8.plain, self._top8.plain, self._top[1][rows], bias)
 
     def top_backward(self, part: int = 0) -> None:
-        """See ExplicitDense; also computes the gradient by the last cross layer's y."""
-        if len(self.model.top_mlp) == 2:  # the gradient that the loss leaves in bf16
+        """See ExplicitDense; also computes the gradient of the last cross layer's y."""
+        if len(self.model.top_mlp) == 2:  # the loss writes this gradient in bf16
             rows = self._rows[part]
             fp8_copies(self._dz_top[1][rows], self._dz8.rows(rows))
         super().top_backward(part)
@@ -139,7 +139,7 @@ class Fp8Dense(ExplicitDense):
             super()._top_layer_backward(layer, part)
 
     def cross_backward(self, layer: int, part: int = 0) -> None:
-        """See ExplicitDense; each layer's computes the gradient by the y of the layer before."""
+        """See ExplicitDense; each layer's backward also computes the gradient of the previous layer's y."""
         rows, v, x0 = self._rows[part], self._v8[layer].transposed, self.x0[self._rows[part]]
         dy8, du8 = self._dy8[layer].rows(rows), self._du8[layer].rows(rows)
         fp8_product(dy8.plain, self._w8[layer].transposed, du8)
@@ -164,5 +164,5 @@ class Fp8Dense(ExplicitDense):
         self._bias_gradient(f"cross.{layer}")
 
     def _weight_gradient(self, of_output: Fp8Pair, of_input: Fp8Pair, name: str) -> None:
-        # Sums over the batch are the longest, and exact ones take no longer: 24.1 us for w, 23.7 the others.
+        # Sums over the batch are the longest, and exact ones take hardly longer: 24.1 us for w, instead of 23.7.
         fp8_product(of_output.transposed, of_input.transposed, self.grad[name], exact=True)

@@ -1,11 +1,11 @@
-"""The built-in ladders of DLRM-DCNv2: each rung's flags of launch/dlrm.py, and the cost that it removes from the rung
-before it."""
+"""The built-in ladders of DLRM-DCNv2: each rung's flags of launch/dlrm.py, and the cost that it removes from the
+previous rung."""
 
 from dlrm_bench.dlrm.benchmark import Rung
 
 _FP32, _TF32, _BF16 = (("--precision", precision) for precision in ("fp32", "tf32", "bf16"))
 _STOCK = "TrainPipelineSparseDist as the MLPerf reference runs it."
-# Sharding by rows makes the input dist depend on the ids; without it, all of it can be trimmed.
+# Row-wise sharding makes the input dist depend on the ids; without row-wise sharding, all of it can be trimmed.
 _NO_ROWS = ("--no-row-wise",)
 _TUNED = Rung(
     "stock-tuned",
@@ -51,7 +51,7 @@ _OVERLAP = (*_GRAPH, "--overlap")
 
 
 def _five_stage(*switches: str) -> tuple[Rung, ...]:
-    """Returns the five-stage pipeline without a switch, and with one more on each rung, in this order; all in TF32."""
+    """Returns the five-stage pipeline without switches, and with one more on each rung, in this order; all in TF32."""
     by_name = {switch.name: switch for switch in _SWITCHES}
     note = "Nothing yet: the five stages under their own schedule, all switches off."
     rungs = [Rung("five-stage", (*_FIVE_STAGE, *_TF32), note)]
@@ -110,7 +110,7 @@ def _twice(name: str, *flags: str) -> tuple[Rung, Rung]:
 
 
 def _cached(share: str) -> tuple[Rung, ...]:
-    """Returns rungs with this share of each table's rows on the GPU, by FUSED_UVM_CACHING; plans as stock's."""
+    """Returns rungs with this share of each table's rows on the GPU, by FUSED_UVM_CACHING; planned as for stock."""
     cached = (*_TF32, "--constraints", f"0-25=hbm:{share}")
     switches = (flag for s in _SWITCHES if s.name not in ("launch-threads", "trim-input-dist") for flag in s.flags)
     return (
@@ -205,5 +205,5 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("static-fp32", (*_STATIC, *_FP32), "TorchRec's modules: fixed shapes straight on FBGEMM."),
     ),
 }
-"""Ladders by name, first rung first. A rung changes one thing of the rung before it where the order allows; in `same`,
+"""Ladders by name, first rung first. Each rung changes one thing from the previous rung if the order allows; in `same`,
 nothing (A/A). `same-pipelines` has three such pairs, so that rounds of all three see the same machine."""

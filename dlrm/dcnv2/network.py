@@ -32,7 +32,7 @@ class CrossLayer(nn.Module):
 
 
 class DenseNetwork(nn.Module):
-    """Everything of DLRM-DCNv2 but the embeddings.
+    """DLRM-DCNv2 without the embeddings.
 
     The initial distributions are the MLPerf reference's: torch.nn.Linear's default for the MLPs, Xavier normal for
     the cross layers' W and V, zero for their bias.
@@ -47,10 +47,10 @@ class DenseNetwork(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw all weights from a CPU generator: equal on every rank and device for equal seeds."""
+        """Draws all weights from a CPU generator: the same on every rank and device for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         for linear in (*self.bottom_mlp, *self.top_mlp):
-            bound = 1 / math.sqrt(linear.in_features)  # what kaiming_uniform_(a=sqrt(5)) amounts to
+            bound = 1 / math.sqrt(linear.in_features)  # equals kaiming_uniform_(a=sqrt(5))
             for parameter in (linear.weight, linear.bias):
                 parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
         for layer in self.cross:
@@ -61,7 +61,7 @@ class DenseNetwork(nn.Module):
             layer.bias.zero_()
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """Logits, [batch].
+        """Returns the logits, [batch].
 
         dense: [batch, dense_in_features]. pooled: [batch, num_features * embedding_dim], features in table order.
         """

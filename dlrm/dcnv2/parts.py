@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_data(config: TrainingConfig) -> Dataset:
-    """Opens and checks the data; ValueError names the file or flag that is wrong."""
+    """Opens and checks the data; ValueError names the bad file or flag."""
     assert isinstance(config.data, DataConfig)
     assert isinstance(config.model, ModelConfig)
     return open_dataset(config.data, config.model, config.seed)
@@ -46,7 +46,7 @@ def empty_batch(config: TrainingConfig, pin: bool) -> Batch:
 
 
 def table_ids(config: TrainingConfig, batch: Batch) -> list[NDArray[np.int32]]:
-    """Returns the ids that a batch names in each table, [B * multi-hot size]."""
+    """Returns the ids that a batch looks up in each table, [B * multi-hot size]."""
     assert isinstance(config.model, ModelConfig)
     return [block.numpy().reshape(-1) for block in feature_blocks(batch.ids, config.model.multi_hot_sizes)]
 
@@ -60,6 +60,6 @@ def static_dense(
 
 def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":
     """Returns the model for the pipelines over TorchRec's modules."""
-    from dlrm_bench.dlrm.dcnv2.torchrec import torchrec_model  # the static pipeline needs no torchrec
+    from dlrm_bench.dlrm.dcnv2.torchrec import torchrec_model  # here, because the static pipeline needs no torchrec
 
     return torchrec_model(config, ranks)

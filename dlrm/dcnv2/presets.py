@@ -37,10 +37,10 @@ def _mlperf(local_batch_size: int) -> DcnTraining:
 
 
 MIN_TIME_S = 10.0
-"""Seconds of timed iterations: in windows of 0.1 to 3.4 s, 23 of 104 committed runs had a drift of more than 2 %."""
+"""Seconds of timed iterations: with 0.1 to 3.4 s, 23 of 104 committed runs drifted by more than 2 %."""
 
 WARMUP_TIME_S = 2.0
-"""Seconds of warm-up: the power cap of an H200 sets in after 0.7 s at 6912 samples."""
+"""Seconds of warm-up: an H200 reaches its power cap after 0.7 s at 6912 samples."""
 
 PRESETS: dict[str, Preset] = {
     "smoke": Preset(
@@ -73,7 +73,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def training(preset: str) -> DcnTraining:
-    """Returns the training configuration of one of these presets; ValueError names them."""
+    """Returns the training configuration of one of these presets; ValueError lists them."""
     if preset not in PRESETS:
-        raise ValueError(f"--preset {preset!r} has no such data: choose one of {', '.join(PRESETS)}")
+        raise ValueError(f"--preset {preset!r} has no DLRM-DCNv2 data: choose one of {', '.join(PRESETS)}")
     return cast(DcnTraining, PRESETS[preset].training)

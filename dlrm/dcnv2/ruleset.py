@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL, MLPERF_TARGET_AUC
 versions = ("3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0")
 """Rounds with this benchmark."""
 version = versions[-1]
-"""The newest ruleset that knows this benchmark; the checkers' own default does not, and passes or crashes."""
+"""The newest ruleset with this benchmark; the checkers' own default lacks it, and either passes or crashes."""
 target_auc = MLPERF_TARGET_AUC
 counts_samples = False
 reference_names: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ EPS = 1e-8
 def hyperparameters(
     config: TrainingConfig, global_batch_size: int, train_samples: int, eval_samples: int
 ) -> list[tuple[str, Any]]:
-    """Returns the keys and values that the closed division fixes or asks to know."""
+    """Returns the keys and values that the closed division fixes or requires to be logged."""
     optimizer = config.optimizer
     assert isinstance(optimizer, OptimizerConfig)
     return [
@@ -65,8 +65,8 @@ def hyperparameters(
 
 
 def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> Iterator[str]:
-    """Yields what keeps a run out of the closed division, where only global batch size and learning rate are free
-    (training_rules.adoc, Hyperparameters)."""
+    """Yields the reasons why a run is not valid in the closed division, where only global batch size and learning rate
+    are free (training_rules.adoc, Hyperparameters)."""
     options, optimizer = config.data, config.optimizer
     assert isinstance(options, DataConfig)
     assert isinstance(optimizer, OptimizerConfig)
@@ -90,5 +90,5 @@ def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> 
 
 
 def _optimizer_name(optimizer: OptimizerConfig) -> str:
-    """Returns `adagrad`, the only optimizer that the closed division knows, or both where tables have another one."""
+    """Returns `adagrad`, the closed division's only optimizer, or both names if tables use another one."""
     return "adagrad" if optimizer.embedding == "adagrad" else f"{optimizer.embedding} for tables, adagrad"

@@ -3,7 +3,7 @@
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 TABLE_PREFIX = "t_"
-"""Prefix of a table's name before that of its feature."""
+"""Prefix of a table's name, followed by the name of its feature."""
 
 
 def table_key(model: ModelConfig, table: int) -> str:
@@ -13,7 +13,7 @@ def table_key(model: ModelConfig, table: int) -> str:
 
 
 def torchrec_names(config: ModelConfig) -> dict[str, str]:
-    """Returns the key of each DenseNetwork weight in DLRM_DCN.state_dict(), by its name in ours."""
+    """Returns the key of each DenseNetwork weight in DLRM_DCN.state_dict(), by DenseNetwork's name."""
     names = {}
     top = len(config.top_mlp)
     for kind in ("weight", "bias"):

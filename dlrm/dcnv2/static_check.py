@@ -6,7 +6,7 @@ from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 
 def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
-    """Raises ValueError, naming the flag, where stage 3 cannot train `config`."""
+    """Raises ValueError, naming the flag, if stage 3 cannot train `config`."""
     model = config.model
     assert isinstance(model, ModelConfig)
     dim, features = model.embedding_dim, model.num_features

@@ -1,11 +1,11 @@
 """DLRM-DCNv2 as stage 3 of the static pipeline: the streams and the order of the dense network's parts.
 
-3 dense forward/backward   where there is room, the top MLP's weight gradients and update beside its later part; in peer
-                           memory those of the cross layers too
+3 dense forward/backward   if there is room, the top MLP's weight gradients and update beside its later part; with peer
+                           memory also those of the cross layers
 4 embedding backward       the other weight gradients beside it
 5 dense update             beside 3 and 4
 
-StaticSchedule has the decisions, ExplicitDense the kernels.
+StaticSchedule makes the decisions, ExplicitDense has the kernels.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ class DcnStage:
     def __init__(
         self, config: DcnTraining, options: StaticDenseOptions, ranks: Ranks, memory: PeerMemory | None
     ) -> None:
-        """Collective. memory: as options.peer_memory says. ValueError where the GPU has no products of eight bits."""
+        """Collective. memory: given if options.peer_memory. ValueError for --fp8 if the GPU has no 8-bit products."""
         device, self._config, self._memory = ranks.device, config, memory
         if options.eight_bits and device.type == "cuda" and not fp8.applies(device):
             name = torch.cuda.get_device_name(device)
-            raise ValueError(f"--fp8 needs a Hopper GPU (sm_90) and cuda-bindings, and this is {name}: leave --fp8 out")
+            raise ValueError(f"--fp8 needs a Hopper GPU (sm_90) and cuda-bindings, but this is {name}: leave --fp8 out")
         self._schedule = static_schedule(config.local_batch_size, options)
         self.shape = BatchShape(
             samples=config.local_batch_size,
@@ -55,7 +55,7 @@ class DcnStage:
         make = Fp8Dense if options.eight_bits else ExplicitDense
         self.dense: ExplicitDense = make(config.model, config.seed, self.shape, ranks, memory)
         self._layers, dim = range(config.model.cross_layers), config.model.embedding_dim
-        # The interaction's input after the bottom MLP's output.
+        # The interaction's input that follows the bottom MLP's output.
         self.inputs, self.gradients = self.dense.x0[:, dim:], self.dense.dx0[:, dim:]
 
     # Memory
@@ -83,8 +83,8 @@ class DcnStage:
     # Training
 
     def gather_beside(self, context: DenseContext) -> Sequence[Branch]:
-        """See StaticDense: the all-gathers of the cross layers' and of the top MLP's weights, where there are any; or
-        the copies in eight bits of both."""
+        """See StaticDense: the all-gathers of the cross layers' and the top MLP's weights, if there are any; or the
+        8-bit copies of both."""
         dense, streams, weights = self.dense, context.streams, list[Branch]()
         if self._memory is None:
             with streams.beside(on.GATHER_CROSS) as cross:
@@ -156,7 +156,7 @@ class DcnStage:
     def _update_cross(
         self, context: DenseContext, backward: DenseBackward, layers: tuple[int, ...], *after: Branch
     ) -> None:
-        """Computes the layers' weight gradients, beside one another where there is room, and updates their bucket."""
+        """Computes the layers' weight gradients, in parallel if there is room, and updates their bucket."""
         gradients = []
         for layer in layers:
             stream = on.cross_gradients(layer) if self._schedule.cross_gradients_apart else on.CROSS_GRADIENTS
@@ -183,7 +183,7 @@ class DcnStage:
             bucket.all_gather()
 
     def copy_weights(self) -> None:
-        """See StaticDense: in eight bits, where products have such factors."""
+        """See StaticDense: rounds weights to 8 bits, if products have 8-bit factors."""
         self.dense.copy_weights()
 
     def logits(self, part: int) -> Tensor:

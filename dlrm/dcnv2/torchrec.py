@@ -1,4 +1,4 @@
-"""DLRM-DCNv2 on TorchRec's modules, as the MLPerf reference has it: DLRM_DCN, the true pooling factors for the planner,
+"""DLRM-DCNv2 on TorchRec's modules, as in the MLPerf reference: DLRM_DCN, the true pooling factors for the planner,
 torch.optim.Adagrad for the dense weights. See mlcommons/training, recommendation_v2/torchrec_dlrm/dlrm_main.py.
 """
 
@@ -53,7 +53,7 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
 
 
 def build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLRM_DCN:
-    """TorchRec's DLRM_DCN, its tables on the meta device, with the initial dense weights of our DenseNetwork."""
+    """Returns TorchRec's DLRM_DCN, with tables on the meta device and the initial dense weights of our DenseNetwork."""
     tables = [
         EmbeddingBagConfig(
             name=TABLE_PREFIX + name, embedding_dim=model.embedding_dim, num_embeddings=rows, feature_names=[name]
@@ -81,12 +81,12 @@ def build_unsharded(model: ModelConfig, seed: int, device: torch.device) -> DLRM
 def _adagrad(
     parameters: list[nn.Parameter], skip: Callable[[], Tensor], lr: float, eps: float
 ) -> torch.optim.Optimizer:
-    """skip: not needed, as zero gradients change nothing."""
+    """Returns Adagrad. skip: not needed, because zero gradients change nothing."""
     return torch.optim.Adagrad(parameters, lr=lr, eps=eps)
 
 
 class FixedSizes:
-    """The parts of a KJT that every batch of fixed multi-hot sizes shares, computed once as the reference does."""
+    """The parts of a KJT shared by every batch of fixed multi-hot sizes, computed once as in the reference."""
 
     def __init__(self, model: ModelConfig, batch_size: int, pin: bool) -> None:
         sizes = torch.tensor(model.multi_hot_sizes, dtype=torch.int32)
@@ -100,7 +100,7 @@ class FixedSizes:
         self.offset_per_key = [0, *torch.tensor(self.length_per_key).cumsum(0).tolist()]
 
     def batch(self, batch: Batch) -> TorchRecBatch:
-        """A torchrec Batch over the memory of `batch`."""
+        """Returns a torchrec Batch over the memory of `batch`."""
         sparse = KeyedJaggedTensor(
             keys=self.keys,
             values=batch.ids,
@@ -114,12 +114,13 @@ class FixedSizes:
 
 
 class InPlaceBatch(TorchRecBatch):
-    """A torchrec Batch that in-place copies can move: TorchRec's own has no `data_copy_stream`."""
+    """A torchrec Batch that supports in-place copies: TorchRec's own Batch has no `data_copy_stream`."""
 
     def to(
         self, device: torch.device, non_blocking: bool = False, data_copy_stream: torch.cuda.Stream | None = None
     ) -> TorchRecBatch:
-        """A copy on `device`; with a stream, in memory of the current stream, copied on that one."""
+        """Returns a copy on `device`; with `data_copy_stream`, in the current stream's memory but copied on that
+        one."""
         if data_copy_stream is None:
             return super().to(device, non_blocking)
         sources = (self.dense_features, self.sparse_features, self.labels)

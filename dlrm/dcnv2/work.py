@@ -1,8 +1,9 @@
 """The work of an iteration of DLRM-DCNv2, from its configuration alone: see benchmark.Work.
 
-- Table rows count once, however often they are named, and those of the batch before only as far as the GPU's cache
-  cannot hold them; what the update reads that the lookup has read, likewise.
-- Activations count as far as the cache cannot hold them, and nothing element-wise that fits around a product.
+- A table row counts once per batch, and a row of the previous batch only as far as the GPU's cache cannot hold it; so
+do
+  the update's reads of rows that the lookup has read.
+- Activations count as far as the cache cannot hold them; element-wise work that fits around a product does not count.
 - Tables of less than 10 MB need no exchange: every rank could have a copy.
 """
 
@@ -17,18 +18,18 @@ from dlrm_bench.dlrm.data.distributions import zipf_ids
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.kernels.stages import STAGES
 
-_COPIED_TO_ALL = 10e6  # bytes of a table that every rank could have whole
-_OF_TWO = "dense forward/backward or dense update"  # which of the two has it, pipelines differ in
+_COPIED_TO_ALL = 10e6  # maximum bytes of a table of which every rank could have a copy
+_OF_TWO = "dense forward/backward or dense update"  # depends on the pipeline
 
 
 class Rows(NamedTuple):
-    """Rows of tables that a batch names, over all tables."""
+    """Rows that a batch looks up, over all tables."""
 
     ids: int
     distinct: float
-    """Each row once."""
+    """Distinct rows."""
     new: float
-    """Those of them that the batch before did not name."""
+    """Distinct rows that the previous batch did not look up."""
 
 
 def dense_weights(config: TrainingConfig) -> int:
@@ -59,9 +60,10 @@ def products(config: TrainingConfig, samples: int, sizes: SampleSizes = UNMEASUR
 
 
 def table_work(config: TrainingConfig, samples: int, vector_bytes: int, sizes: SampleSizes = UNMEASURED) -> TableWork:
-    """Returns what the tables' part moves, see benchmark.Work: a share is 1 / world size of the global batch's work, so
-    it is that of one local batch. Ids and fp32 rows are read, pooled vectors written; ids and gradients are read, rows
-    and their optimizer state read and written. Caches hold nothing, which only the smallest tables violate."""
+    """Returns the table work's traffic, see benchmark.Work: a share is 1 / world size of the global batch's work, so it
+    is that of one local batch. Ids and fp32 rows are read, pooled vectors written; ids and gradients are read, rows
+    and their optimizer state read and written. Assumes that caches hold nothing, which is wrong only for the smallest
+    tables."""
     tables = _model(config).tables
     ids, vectors = samples * tables.ids_per_sample, samples * tables.count * tables.columns
     state = config.optimizer.tables.state_columns(tables.columns)
@@ -74,8 +76,7 @@ def table_work(config: TrainingConfig, samples: int, vector_bytes: int, sizes: S
 
 
 def flop_per_sample(config: TrainingConfig, sizes: SampleSizes = UNMEASURED) -> float:
-    """Returns the floating-point operations of a sample's products in training, an addition and a multiplication
-    counted as two."""
+    """Returns the floating-point operations of one sample's products in training; a multiply-add counts as two."""
     return float(sum(2 * m * n * k for m, n, k in products(config, 1).values()))
 
 
@@ -125,36 +126,36 @@ def _model(config: TrainingConfig) -> ModelConfig:
 
 
 def _waits(product: str) -> bool:
-    """Whether the next lookup waits for a product: not for weight gradients, nor for those of the bottom MLP."""
+    """Whether the next lookup waits for a product: not for weight gradients, nor for products of the bottom MLP."""
     return "weight gradient" not in product and "bottom" not in product
 
 
 def _saved(model: ModelConfig) -> int:
-    """Returns the numbers a sample that the backward needs, without those that it can make again from others."""
+    """Returns the number of values per sample that the backward needs and cannot recompute from other values."""
     width = (model.num_features + 1) * model.embedding_dim
     bottom, top = mlp_widths(model)
     return model.cross_layers * (width + model.cross_rank) + sum(bottom[1:]) + sum(top[1:-1])
 
 
 def mlp_widths(model: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Widths of the bottom and the top MLP, each from its input on."""
+    """Returns the widths of the bottom and the top MLP, including their inputs."""
     width = (model.num_features + 1) * model.embedding_dim
     return (model.dense_in_features, *model.bottom_mlp), (width, *model.top_mlp)
 
 
 def rows_named(model: ModelConfig, data: DataConfig, global_batch_size: int) -> Rows:
-    """Rows that a random batch names, as RandomDataset draws them: first ids sampled, the others by expectation."""
+    """Returns the rows that a random batch of RandomDataset looks up: first ids sampled, the others by expectation."""
     rng = np.random.default_rng(0)
     distinct = new = 0.0
     for rows, hot in zip(model.rows, model.multi_hot_sizes, strict=True):
         before, now = (np.unique(zipf_ids(rng, rows, data.random_skew, global_batch_size)) for _ in range(2))
         fresh = len(np.setdiff1d(now, before, assume_unique=True))
-        if data.random_ids == "expanded":  # a function of the first id: rows repeat as often as that does
+        if data.random_ids == "expanded":  # a function of the first id: these rows repeat as often as the first id
             draws, fresh_draws = len(now) * (hot - 1), fresh * (hot - 1)
         else:
             draws = fresh_draws = global_batch_size * (hot - 1)
         others = rows * -np.expm1(-draws / rows)
         distinct += min(rows, len(now) + others)
-        # Of a row that is drawn anew, the batch before has named another row's share already.
+        # A row drawn independently has been looked up by the previous batch with the same probability as any other.
         new += min(rows, fresh + rows * -np.expm1(-fresh_draws / rows)) * float(np.exp(-draws / rows))
     return Rows(global_batch_size * model.ids_per_sample, float(distinct), float(new))

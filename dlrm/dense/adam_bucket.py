@@ -1,4 +1,4 @@
-"""All weights of a torch module in one flat buffer, and their update by Adam, whole on every rank."""
+"""All weights of a torch module in one flat buffer, updated by Adam; every rank updates all weights."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.kernels.dense.flat_adam import AdamOptions, AdamState, flat_adam
 from dlrm_bench.kernels.non_finite import Watch
 
-# Tensors in the flat buffers start at multiples of this many elements, as cuBLAS wants them (buckets.py).
+# Tensors in the flat buffers start at multiples of this many elements, for cuBLAS (buckets.py).
 _ALIGN = 64
 
 
@@ -16,7 +16,7 @@ class AdamBucket:
     """Weights, gradient and Adam's state, all fp32. Gradients are averaged over the ranks by one all-reduce."""
 
     def __init__(self, module: nn.Module, options: AdamOptions, ranks: Ranks) -> None:
-        """Moves the module's weights to the flat buffer, where they stay its parameters. Collective: makes a process
+        """Moves the module's weights to the flat buffer; they remain its parameters. Collective: makes a process
         group."""
         self.parameters = dict(module.named_parameters())
         self._options, self._world_size = options, ranks.world_size
@@ -34,9 +34,9 @@ class AdamBucket:
         self._gradients = self._views(self._gradient)
 
     def update(self, gradients: list[Tensor], learning_rate: Tensor, watch: Watch) -> None:
-        """Averages this rank's gradients, one for each parameter, with all ranks', and takes a step. Collective.
+        """Averages the gradients, one for each parameter, over all ranks, and takes a step. Collective.
 
-        watch: a LossGuard's. Where a flag is raised, or the average's norm is not finite, nothing changes.
+        watch: a LossGuard's. If a flag is raised, or the average's norm is not finite, nothing changes.
         """
         torch._foreach_copy_(self._gradients, gradients)
         if self._group is not None:
@@ -44,12 +44,12 @@ class AdamBucket:
         flat_adam(self.weights, self.state, self._gradient, self._world_size, learning_rate, self._options, watch)
 
     def tensors(self) -> list[Tensor]:
-        """All memory of weights, their gradient and state."""
+        """Returns all memory of the weights, their gradient and their state."""
         return [self.weights, self._gradient, *self.state]
 
     def state_views(self) -> dict[str, dict[str, Tensor]]:
-        """Returns, for each parameter, views of its state by torch.optim.Adam's names: step, [1], which all parameters
-        share, exp_avg and exp_avg_sq."""
+        """Returns, for each parameter, views of its state by torch.optim.Adam's names: step, [1], shared by all
+        parameters, exp_avg and exp_avg_sq."""
         means, squares = (self._views(of) for of in (self.state.mean, self.state.mean_square))
         return {
             name: {"step": self.state.step, "exp_avg": mean, "exp_avg_sq": square}
@@ -57,7 +57,7 @@ class AdamBucket:
         }
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Returns the part of each parameter in a buffer of this layout, of its shape."""
+        """Returns each parameter's part of a buffer with this layout, in the parameter's shape."""
         return [
             flat[self._starts[name] :][: parameter.numel()].view(parameter.shape)
             for name, parameter in self.parameters.items()

@@ -1,4 +1,4 @@
-"""Dense weights and gradients in flat buffers, and their update by Adagrad, sharded over ranks where that pays."""
+"""Dense weights and gradients in flat buffers, and their update by Adagrad, sharded over ranks if that pays off."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_s
 from dlrm_bench.kernels.non_finite import Watch
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-# Tensors in the flat buffers start at multiples of this many elements: cuBLAS falls to kernels several times slower
-# where an operand is not 16-byte aligned.
+# Tensors in the flat buffers start at multiples of this many elements: cuBLAS chooses kernels several times slower if
+# an operand is not 16-byte aligned.
 _ALIGN = 64
 
 DenseState = Literal["master", "state"]
@@ -41,8 +41,8 @@ class Bucket(ABC):
         zeros: Callable[[int], Tensor],
         of_node: dist.ProcessGroup | None = None,
     ) -> None:
-        """zeros: returns memory of a number of working weights or gradients. of_node: the ranks of the node, where
-        these share the slices out; None: all ranks do."""
+        """zeros: returns memory for a number of working weights or gradients. of_node: the ranks of the node, if only
+        these share the slices; None: all ranks do."""
         rank, world_size = (ranks.rank, ranks.world_size) if sharded else (0, 1)
         if of_node is not None:
             rank, world_size = ranks.local_rank, ranks.local_world_size
@@ -64,40 +64,40 @@ class Bucket(ABC):
 
     @abstractmethod
     def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
-        """Sums the gradient over the ranks; Adagrad on what this rank keeps. Collective.
+        """Sums the gradient over the ranks and applies Adagrad to this rank's part. Collective.
 
-        watch: a LossGuard's; where a flag is raised, no weight or state changes.
+        watch: a LossGuard's; if a flag is raised, no weight or state changes.
         """
 
     @abstractmethod
     def all_gather(self) -> None:
-        """Brings every rank's share of the working weights to all ranks; doing it twice changes nothing. Collective."""
+        """Distributes every rank's part of the working weights to all ranks; idempotent. Collective."""
 
     def tensors(self) -> list[Tensor]:
-        """All memory of this bucket on this rank: weights, master weights, Adagrad state, gradients; some share it."""
+        """Returns this rank's memory: weights, master weights, Adagrad state, gradients; some share it."""
         return [self.working, self.master, self.state, self.grad]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """The tensor called `name` in a buffer of this bucket's layout."""
+        """Returns the tensor `name` in a buffer with this bucket's layout."""
         shape = self.shapes[name]
         return flat[self.starts[name] :][: shape.numel()].view(shape)
 
     def load(self, which: DenseState, values: dict[str, Tensor]) -> None:
-        """Takes `master` (and the working weights) or `state` from full tensors, the same on every rank."""
+        """Loads `master` (and the working weights) or `state` from full tensors, the same on every rank."""
         flat = self._flat(values)
         getattr(self, which).copy_(flat[self._mine])
         if which == "master":
             self.working.copy_(flat)
 
     def _flat(self, values: dict[str, Tensor]) -> Tensor:
-        """An fp32 buffer of this bucket's layout."""
+        """Returns an fp32 buffer with this bucket's layout."""
         flat = torch.zeros(self._size, device=self._device)
         for name, value in values.items():
             flat[self.starts[name] :][: value.numel()].copy_(value.flatten())
         return flat
 
     def full(self, share: Tensor) -> dict[str, Tensor]:
-        """Named copies of `master` or `state` put together from all ranks. Collective."""
+        """Returns named copies of `master` or `state`, assembled from all ranks. Collective."""
         flat = share
         if self._sharded:
             flat = share.new_empty(self._size)
@@ -106,7 +106,7 @@ class Bucket(ABC):
 
 
 class CollectiveBucket(Bucket):
-    """A bucket that is exchanged by NCCL's or gloo's collectives."""
+    """A bucket exchanged by NCCL's or gloo's collectives."""
 
     def __init__(self, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, sharded: bool) -> None:
         """Collective: makes a process group."""
@@ -115,11 +115,11 @@ class CollectiveBucket(Bucket):
         self._summed = torch.zeros_like(self.working[self._mine]) if sharded else self.grad
 
     def tensors(self) -> list[Tensor]:
-        """All memory of Bucket's, and the sums of gradients."""
+        """Returns Bucket's memory and the sums of gradients."""
         return [*super().tensors(), self._summed]
 
     def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
-        """Sums the gradient by a reduce-scatter, or an all-reduce where it is not sharded, and updates. Collective."""
+        """Sums the gradient by a reduce-scatter, or by an all-reduce if not sharded, and updates. Collective."""
         if self._sharded:
             dist.reduce_scatter_tensor(self._summed, self.grad, group=self._group)
         else:
@@ -129,7 +129,7 @@ class CollectiveBucket(Bucket):
         flat_adagrad(self.master, self.state, self._summed, learning_rate, eps, working, watch)
 
     def all_gather(self) -> None:
-        """Gathers all shares; does nothing where the bucket is not sharded. Collective."""
+        """Gathers all parts; does nothing if the bucket is not sharded. Collective."""
         if self._sharded:
             dist.all_gather_into_tensor(self.working, self.working[self._mine], group=self._group)
 
@@ -138,16 +138,16 @@ class PeerBucket(Bucket):
     """A sharded bucket in peer memory: one kernel sums the slice's gradients from all ranks' memory, updates, and
     writes the new weights to all ranks' memory.
 
-    Needs, of the barrier `gradients`: it comes after every rank has written its gradient and read its working weights
-    for the last time, and before any rank's kernel reads the gradients and writes the weights; `update` launches it.
-    Needs another barrier of all ranks between that kernel and the next reading of the weights or writing of the
-    gradient: the caller launches it.
+    The barrier `gradients`, which `update` launches, must come after every rank has written its gradient and read its
+    working weights for the last time, and before any rank's kernel reads the gradients and writes the weights. The
+    caller launches another barrier of all ranks between that kernel and the next read of the weights or write of the
+    gradient.
     """
 
     def __init__(
         self, gradients: Barrier, weights: dict[str, Tensor], dtype: torch.dtype, ranks: Ranks, memory: PeerMemory
     ) -> None:
-        """Collective. gradients: no other bucket's."""
+        """Collective. gradients: a barrier of this bucket only."""
         peers: list[PeerTensors] = []
 
         def zeros(size: int) -> Tensor:
@@ -160,19 +160,19 @@ class PeerBucket(Bucket):
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.rank)
 
     def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
-        """Updates this rank's slice, and writes it to all ranks' working weights. Collective."""
+        """Updates this rank's slice and writes it to all ranks' working weights. Collective."""
         self._memory.barrier(self._barrier)
         share = (self.master, self.state, self._grads_of_share, self._workings, self._mine.start)
         sharded_adagrad(*share, learning_rate, eps, watch)
 
     def all_gather(self) -> None:
-        """Does nothing: `update` has done it."""
+        """Does nothing: `update` has distributed the weights."""
 
 
 class NodeBucket(Bucket):
-    """A bucket over several nodes, sharded inside each, in peer memory of each: a rank adds up its slice's gradients of
-    the node, the ranks that have this slice on all nodes add up these sums, and each updates the slice and writes it to
-    its node. Needs PeerBucket's barriers, of the ranks of a node."""
+    """A bucket over several nodes, sharded within each node in its peer memory: a rank sums its slice's gradients over
+    the node, ranks with the same slice sum these results over all nodes, and each updates the slice and writes it to
+    its node. Needs PeerBucket's barriers, between the ranks of a node."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class NodeBucket(Bucket):
         memory: PeerMemory,
         across: dist.ProcessGroup | None,
     ) -> None:
-        """Collective. gradients: no other bucket's. across: the ranks of this local rank on all nodes."""
+        """Collective. gradients: a barrier of this bucket only. across: the ranks with this local rank on all nodes."""
         peers: list[PeerTensors] = []
 
         def zeros(size: int) -> Tensor:
@@ -195,7 +195,7 @@ class NodeBucket(Bucket):
         workings, grads = peers
         self._grads_of_share = PeerTensors([grad[self._mine] for grad in grads.tensors], ranks.local_rank)
         self._summed = torch.zeros_like(self._grads_of_share.own)
-        # The working weights in words of 4 bytes, of which a rank writes its slice's to the others.
+        # The working weights as words of 4 bytes; a rank writes the words of its slice to the other ranks.
         self._words = workings.viewed(torch.int32)
         start, end = (place * dtype.itemsize // 4 for place in (self._mine.start, self._mine.stop))
         slices = [
@@ -205,11 +205,11 @@ class NodeBucket(Bucket):
         self._push = SegmentPushTable(slices, ranks.device)
 
     def tensors(self) -> list[Tensor]:
-        """All memory of Bucket's, and the sums of gradients."""
+        """Returns Bucket's memory and the sums of gradients."""
         return [*super().tensors(), self._summed]
 
     def update(self, learning_rate: Tensor, eps: float, watch: Watch | None = None) -> None:
-        """Updates this rank's slice, and writes it to the working weights of all ranks of the node. Collective."""
+        """Updates this rank's slice and writes it to the working weights of all ranks of the node. Collective."""
         self._memory.barrier(self._barrier)
         peer_sums(self._grads_of_share, self._summed)
         dist.all_reduce(self._summed, group=self._across)
@@ -219,4 +219,4 @@ class NodeBucket(Bucket):
         push_segments(self._words.own, self._push, self._words)
 
     def all_gather(self) -> None:
-        """Does nothing: `update` has done it."""
+        """Does nothing: `update` has distributed the weights."""

@@ -1,4 +1,4 @@
-"""Adam that a flag on the device stops: zero gradients alone would leave its momentum moving the weights."""
+"""Adam that a flag on the device stops: with zero gradients alone, its momentum would still move the weights."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class GuardedAdam(torch.optim.Adam):
-    """torch.optim.Adam(fused=True), whose step changes neither weights nor state where `skip` is 1.
+    """torch.optim.Adam(fused=True) whose step changes neither weights nor state if `skip` is 1.
 
-    Its kernel reads such a flag in place of a gradient scaler's (`found_inf`), launched by the host or in a CUDA graph.
-    The state, zeros, exists before the first step, for checkpoints to be read into.
+    Its kernel reads the flag in place of a gradient scaler's (`found_inf`), eagerly or in a CUDA graph. The state
+    (zeros) exists before the first step, so that checkpoints can be loaded into it.
     """
 
     def __init__(
@@ -19,7 +19,7 @@ class GuardedAdam(torch.optim.Adam):
     ) -> None:
         """skip: fp32 scalar [] on the parameters' device."""
         assert skip.dtype == torch.float32, "skip: fp32"
-        assert skip.dim() == 0, "skip: one number"
+        assert skip.dim() == 0, "skip: a scalar"
         super().__init__(parameters, lr=lr, betas=betas, eps=eps, fused=True)
         self._skip = skip
         for group in self.param_groups:
@@ -32,7 +32,7 @@ class GuardedAdam(torch.optim.Adam):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See torch.optim.Adam."""
-        self.found_inf = self._skip  # for the step alone: others take an optimizer that keeps one for a scaler's
+        self.found_inf = self._skip  # during the step only: other code takes this attribute as a sign of a scaler
         try:
             return super().step(closure)
         finally:

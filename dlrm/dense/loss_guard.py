@@ -1,5 +1,5 @@
-"""Keeps the weights of all ranks unchanged from the first iteration on in which any rank's loss is not finite, and from
-the next one on after a gradient, or a number that is rounded to eight bits, was not finite."""
+"""Keeps the weights of all ranks unchanged from the first iteration with a non-finite loss on any rank, and from the
+iteration after a non-finite gradient, or a non-finite number that was rounded to 8 bits."""
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,19 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class LossGuard:
-    """Flags on the device, one for each rank or one for all, that every update of weights reads.
+    """Flags on the device, one per rank or one for all ranks, that every update of weights reads.
 
-    A loss, or a number that the forward pass rounds to eight bits, is known before any update: no weight changes.
-    Gradients come one after the other beside the updates of earlier ones. So an update skips every element whose
-    gradient is not finite, all others of this iteration change, and the next iteration's look raises the flag: weights
-    and optimizer state stay finite.
+    The loss, and numbers that the forward pass rounds to 8 bits, are known before any update: no weight changes.
+    Gradients become known one after another, while earlier ones are already applied. So an update skips every element
+    with a non-finite gradient, all other elements of this iteration change, and `look` raises the flag in the next
+    iteration: weights and optimizer state stay finite.
 
-    The host learns of it when it reads losses and tallies, many iterations later; until then iterations run on and
-    change nothing.
+    The host learns of it when it reads losses and tallies, many iterations later; until then iterations run and change
+    nothing.
     """
 
     def __init__(self, ranks: Ranks, memory: PeerMemory | None, tallies: Tallies) -> None:
-        """Collective. memory: through which the ranks exchange gradients, if that is peer memory."""
+        """Collective. memory: the ranks' peer memory, if they exchange gradients through it."""
         self.tallies = tallies
         self._group: dist.ProcessGroup | None = None
         if memory is not None:
@@ -37,14 +37,14 @@ class LossGuard:
 
     @property
     def watch(self) -> Watch:
-        """The watch for all updates of weights."""
+        """Returns the watch for all updates of weights."""
         return Watch(self._flags.own, self.tallies.of(GRADIENTS)[1:])
 
     def look(self, losses: Tensor) -> None:
-        """Raises this rank's flag, for good, where the sum of `losses`, fp32 [n], or anything tallied is not finite.
+        """Raises this rank's flag, permanently, if the sum of `losses`, fp32 [n], or anything tallied is not finite.
         Collective.
 
-        In peer memory other ranks see it after the next barrier.
+        With peer memory, other ranks see the flag after the next barrier.
         """
         raise_flag(losses, self.tallies.not_finite, self._flags)
         if self._group is not None:

@@ -1,8 +1,8 @@
 """The static pipeline's interface to a benchmark's dense network: stage 3, and the dense update of stage 5.
 
-The pipeline brings pooled vectors to `inputs` and takes their gradients from `gradients`; between the two a benchmark
-launches its own work, on streams that it is lent, in an order that is the same on all ranks and in every iteration. All
-memory is made once and all shapes are fixed, so that an iteration can be captured in a CUDA graph.
+The pipeline writes pooled vectors to `inputs` and reads their gradients from `gradients`; in between, a benchmark
+launches its own work on streams that the pipeline provides, in the same order on all ranks and in every iteration. All
+memory is allocated once and all shapes are fixed, so that an iteration can be captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ class DenseContext:
 
     streams: Streams
     learning_rate: Tensor
-    """fp32 [1] on the device, which every update reads."""
+    """fp32 [1] on the device; every update reads it."""
     guard: LossGuard
-    """Has to look at the losses before any update of an iteration; its watch goes to all of them."""
+    """Must look at the losses before any update of an iteration; every update takes its watch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForward:
-    """The branches that stage 3 follows."""
+    """The branches that stage 3 continues or waits for."""
 
     parts: Sequence[Branch]
-    """The chain of each part of the batch, at the end of which its pooled vectors are there; stage 3 continues it."""
+    """The chain of each part of the batch; it ends when its pooled vectors are available, and stage 3 continues it."""
     local: Branch
     """`local_forward` and the lookup of replicated tables."""
     weights: Sequence[Branch]
@@ -45,22 +45,22 @@ class EmbeddingForward:
 
 @dataclass(slots=True)
 class DenseBackward:
-    """The branches that later work of the iteration follows."""
+    """The branches that later work of the iteration waits for."""
 
     guarded: Branch
     """The guard's look at the losses."""
     before_tables: list[Branch] = field(default_factory=list)
-    """Work that the table update waits for in addition to its gradients, because both at once would take longer."""
+    """Work that the table update waits for in addition to its gradients, because running both at once is slower."""
     updates: list[Branch] = field(default_factory=list)
     """The updates of all buckets."""
 
 
 class StaticDense(Protocol):
-    """A dense network of one fixed local batch size, on each rank."""
+    """A dense network with one fixed local batch size, on each rank."""
 
     @property
     def shape(self) -> BatchShape:
-        """Local batch, format, and the number of parts in which the batch goes through stages 2 to 4."""
+        """Local batch size, format, and number of parts in which the batch passes through stages 2 to 4."""
         ...
 
     @property
@@ -70,18 +70,18 @@ class StaticDense(Protocol):
 
     @property
     def inputs(self) -> Tensor:
-        """Memory for the pooled vectors of the local batch, [samples, tables * columns] with any row stride."""
+        """Memory for the pooled vectors of the local batch, [samples, tables * columns], with any row stride."""
         ...
 
     @property
     def gradients(self) -> Tensor:
-        """The gradient by `inputs`, of its shape."""
+        """The gradient of `inputs`, of the same shape."""
         ...
 
     @property
     def peer_inputs(self) -> tuple[PeerTensors, int] | None:
-        """The memory behind `inputs` on all ranks, and its column where pooled vectors begin, if it is peer memory that
-        all ranks reach."""
+        """The memory behind `inputs` on all ranks, and the column where pooled vectors begin, if it is peer memory
+        that all ranks can access."""
         ...
 
     @property
@@ -91,45 +91,45 @@ class StaticDense(Protocol):
 
     @property
     def tallies(self) -> Tallies:
-        """Counts of this rank's numbers that went wrong."""
+        """Counts of this rank's saturated and non-finite numbers."""
         ...
 
     def loss(self, step: int) -> Tensor:
-        """Returns the mean loss of the local batch of iteration `step`, counted from 0 over all that were launched."""
+        """Returns the mean loss of the local batch of iteration `step`, counted from 0 over all launched iterations."""
         ...
 
     # Training, in this order
 
     def gather_beside(self, context: DenseContext) -> Sequence[Branch]:
-        """Launches what brings the last update's weights to this rank, where the update has not done it. Collective."""
+        """Launches the distribution of updated weights to this rank, if the update has not done it. Collective."""
         ...
 
     def local_forward(self, batch: Batch) -> None:
-        """Launches, on the current stream, what of the forward pass needs no pooled vectors."""
+        """Launches, on the current stream, the part of the forward pass that needs no pooled vectors."""
         ...
 
     def forward_backward(self, context: DenseContext, batch: Batch, after: EmbeddingForward) -> DenseBackward:
-        """Launches forward and backward of each part on the part's chain, until its `gradients` are there, and parallel
-        work. Collective."""
+        """Launches forward and backward of each part on the part's chain, up to its `gradients`, and parallel work.
+        Collective."""
         ...
 
     def finish(self, context: DenseContext, backward: DenseBackward, after: Branch) -> None:
-        """Launches the rest of backward and update once the whole batch's `gradients` are there, on branches after
+        """Launches the rest of backward and update after the whole batch's `gradients` are complete, on branches after
         `after`; adds these to `backward`. Collective."""
         ...
 
     # Evaluation
 
     def gather(self) -> None:
-        """Brings all weights to this rank, before evaluations. Collective."""
+        """Gathers all weights on this rank, before evaluations. Collective."""
         ...
 
     def copy_weights(self) -> None:
-        """Makes the copies of weights that a forward pass reads, after `local_forward`."""
+        """Makes the weight copies that a forward pass reads, after `local_forward`."""
         ...
 
     def logits(self, part: int) -> Tensor:
-        """Returns the logits of a part, [its samples], once its pooled vectors are there."""
+        """Returns the logits of a part, [its samples], after its pooled vectors are available."""
         ...
 
     # State, under the keys of the benchmark's checkpoints
@@ -145,9 +145,9 @@ class StaticDense(Protocol):
         ...
 
     def state_dict(self, which: DenseState) -> dict[str, Tensor]:
-        """Returns whole copies, fp32, of weights or optimizer state. Collective."""
+        """Returns full fp32 copies of weights or optimizer state. Collective."""
         ...
 
     def load_state_dict(self, values: dict[str, Tensor], which: DenseState) -> None:
-        """Takes what `state_dict(which)` gives, the same on every rank."""
+        """Loads the result of `state_dict(which)`, the same on every rank."""
         ...

@@ -1,7 +1,7 @@
-"""Interface of a benchmark for the static pipeline of sequences: tables' rows reach the dense network one by one.
+"""Interface of a benchmark for the static pipeline of sequences: embedding rows reach the dense network unpooled.
 
-The numbers of rows and tokens vary from batch to batch. Shapes are fixed all the same, by rooms for events, for items
-and for tokens, so that a CUDA graph can hold an iteration; padding fills the rooms.
+The numbers of rows and tokens vary from batch to batch. Shapes are fixed nevertheless, by rooms (capacities) for
+events, items and tokens, so that a CUDA graph can hold an iteration; padding fills the unused capacity.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,41 +16,41 @@ from dlrm_bench.dlrm.runtime.streams import Branch
 
 
 class Needs(NamedTuple):
-    """The room that a batch needs, on one rank or the largest on any."""
+    """The capacities that a batch needs, on one rank or as the maximum over ranks."""
 
     events: int
     """Distinct events."""
     items: int
-    """Items whose rows are looked up: each event's, or fewer where those of several events are looked up once."""
+    """Items whose rows are looked up: one per event, or fewer if several events share a lookup."""
     rows: int
-    """Distinct rows of all tables, or a bound of their number."""
+    """Distinct rows of all tables, or an upper bound."""
     tokens: int
     """Tokens of all sequences together."""
 
 
 class BatchRoom(NamedTuple):
-    """The fixed shape of a batch, but for its tokens."""
+    """The fixed shape of a batch, except for its tokens."""
 
     events: int
     items: int
 
 
 class FixedBatch(Protocol):
-    """A batch in a fixed shape, on the host or on the device."""
+    """A batch with a fixed shape, on the host or on the device."""
 
     storage: Tensor
-    """uint8, the one buffer that holds it."""
+    """uint8, the single buffer that holds the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A batch in host memory, as it travels."""
+    """A padded batch in host memory, with its needs."""
 
     batch: FixedBatch
     room: BatchRoom
-    """The room that it is padded to."""
+    """The room to which it is padded."""
     needs: Needs
-    """This rank's."""
+    """This rank's needs."""
 
 
 @dataclass(slots=True)
@@ -58,43 +58,43 @@ class SequenceBackward:
     """The results of stage 3."""
 
     gradients: list[Tensor]
-    """Gradients of the dense weights, of this rank."""
+    """This rank's gradients of the dense weights."""
     guarded: Branch
     """The guard's look at the loss."""
     loss: Tensor
-    """Kept until the guard has looked."""
+    """Kept alive until the guard has looked."""
 
 
 class StaticSequences(Protocol):
-    """A dense network of sequences, as each rank has it, and its batches."""
+    """Each rank's dense network for sequences, and its batches."""
 
     def id_counts(self, room: BatchRoom) -> tuple[int, ...]:
-        """Returns the room for ids of each table in a batch of that room."""
+        """Returns the capacity for ids of each table in a batch of that room."""
         ...
 
     @property
     def tallies(self) -> Tallies:
-        """Counts of this rank's numbers that went wrong."""
+        """Counts of this rank's saturated and non-finite numbers."""
         ...
 
     # Batches
 
     def prepare(self, batch: Any, room: BatchRoom) -> Prepared:
-        """Returns one of the data set's batches padded to `room`, or to more where it has more; reader threads call
-        it."""
+        """Returns one of the data set's batches padded to `room`, or to a larger room if it needs one; called by reader
+        threads."""
         ...
 
     def padded(self, prepared: Prepared, room: BatchRoom) -> Prepared:
-        """Returns a prepared batch with just that room."""
+        """Returns a prepared batch padded to exactly that room."""
         ...
 
     def warm_up_batch(self) -> Any:
-        """Returns a batch as the data set would, whose rows are the first of each table."""
+        """Returns a batch like the data set's, whose rows are the first of each table."""
         ...
 
     @property
     def usual_tokens(self) -> int:
-        """Tokens of a batch of this rank as they may be expected before any is read, for warm-ups of realistic size."""
+        """Expected number of tokens of this rank's batches before any is read, for warm-ups of realistic size."""
         ...
 
     def on_device(self, room: BatchRoom) -> Any:
@@ -102,8 +102,8 @@ class StaticSequences(Protocol):
         ...
 
     def write_ids(self, batch: Any, ids: Tensor) -> None:
-        """Writes the row of its table that each place of a batch names to `ids`, int32 [K], table after table as
-        `id_counts` says; -1 in places of padding."""
+        """Writes to `ids`, int32 [K], the table row of each place of a batch, table after table as in `id_counts`; -1
+        in padding."""
         ...
 
     def labels(self, batch: Any) -> Tensor:
@@ -117,12 +117,13 @@ class StaticSequences(Protocol):
     ) -> SequenceBackward:
         """Launches forward, loss and backward on the current stream, and the guard's look beside them. Collective.
 
-        tokens: the room for them. rows: fp32 [K, columns], zeros in places of padding; gradients: like rows, written.
+        tokens: their capacity. rows: fp32 [K, columns], zeros in padding; gradients: like rows, overwritten.
         """
         ...
 
     def before_step(self, iteration: int) -> None:
-        """Seeds what the iteration draws at random, counted from 1 over all runs of a training; see TorchRecModel."""
+        """Seeds the iteration's random numbers; `iteration` counts from 1 over all runs of a training. See
+        TorchRecModel."""
         ...
 
     def update(self, context: DenseContext, backward: SequenceBackward) -> None:
@@ -130,11 +131,11 @@ class StaticSequences(Protocol):
         ...
 
     def logits(self, batch: Any, tokens: int, rows: Tensor) -> Tensor:
-        """Returns the logits of a batch, fp32 [B], as evaluations take them."""
+        """Returns the logits of a batch, fp32 [B], for evaluation."""
         ...
 
     def loss(self, step: int) -> Tensor:
-        """Returns the loss of iteration `step`, counted from 0 over all that were launched."""
+        """Returns the loss of iteration `step`, counted from 0 over all launched iterations."""
         ...
 
     # State
@@ -145,13 +146,13 @@ class StaticSequences(Protocol):
         ...
 
     def memory(self) -> list[Tensor]:
-        """Returns all weights and state, and what counts iterations: what a warm-up must leave as it was."""
+        """Returns all weights and state, and iteration counters: everything that a warm-up must restore."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Returns the dense weights, the memory that is trained, by their keys in checkpoints."""
+        """Returns the dense weights (the trained memory itself) by their keys in checkpoints."""
         ...
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
-        """Returns the dense optimizer's state, the memory that is trained, by its keys in checkpoints."""
+        """Returns the dense optimizer's state (the trained memory itself) by its keys in checkpoints."""
         ...

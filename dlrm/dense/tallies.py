@@ -1,4 +1,4 @@
-"""Counts, on the device, of numbers that went wrong: read with the losses, so that nothing waits for them."""
+"""Device-side counts of saturated and non-finite numbers; read together with the losses, so that nothing waits."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 GRADIENTS = "gradients"
-"""Name of the first row's tally: whether an update of weights met a gradient that is not finite; 0 or 1 on each
-rank."""
+"""Name of the first row's tally: whether an update of weights met a non-finite gradient; 0 or 1 on each rank."""
 
 
 class Tallies:
-    """Two counts for each of some tensors: numbers that were too large for the tensor's format, and numbers that were
-    not finite before they were rounded to it."""
+    """Two counts for each of several tensors: numbers too large for the tensor's format, and numbers that were not
+    finite before rounding."""
 
     def __init__(self, tensors: Sequence[str], device: torch.device) -> None:
         self.names = (GRADIENTS, *tensors)
@@ -25,5 +24,5 @@ class Tallies:
 
     @property
     def not_finite(self) -> Tensor:
-        """The second counts, a view int64 [rows]."""
+        """The counts of non-finite numbers, a view int64 [rows]."""
         return self.counts[:, 1]

@@ -1,9 +1,9 @@
-"""All-to-alls of constant splits: one collective over all ranks, or over nodes an exchange inside each and one between.
+"""All-to-alls with constant splits: one collective over all ranks, or for several nodes a two-level exchange.
 
-Over nodes every rank first writes its chunks to the ranks of its node, through peer memory: the chunks for local rank l
-of all nodes to local rank l here. Then ranks of equal local rank exchange these chunks by a collective. So a GPU sends
-one message to each other node, of as many chunks as a node has GPUs, instead of one to each GPU of each node, and its
-adapter's messages stay within the same switches.
+In the two-level exchange, every rank first writes its chunks to the ranks of its node through peer memory: the chunks
+for local rank l of all nodes go to local rank l here. Then ranks of equal local rank exchange these chunks by a
+collective. So a GPU sends one message to each other node, with as many chunks as a node has GPUs, instead of one to
+each GPU of each node, and its network adapter's messages stay within the same switches.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
 
 Splits = Callable[[int, int], int]
-"""splits(source, destination): number of elements that one rank sends another, known to all."""
+"""splits(source, destination): number of elements that one rank sends another; known to all ranks."""
 
 
 class AllToAll(Protocol):
-    """An exchange that runs again and again. Launches on the current stream."""
+    """A reusable exchange. Launches on the current stream."""
 
     def exchange(self, received: Tensor, sent: Tensor) -> None:
         """Sends [destination][its chunk] and receives [source][its chunk], both flat and contiguous. Collective."""
@@ -43,11 +43,11 @@ class FlatAllToAll:
 
 
 class NodeAllToAll:
-    """An exchange inside each node through peer memory, then one between ranks of equal local rank.
+    """An exchange within each node through peer memory, then one between ranks of equal local rank.
 
-    Needs, of the barrier `staged`: it comes after the chunks of all ranks of the node are staged, and before the
-    exchange between nodes reads them; `exchange` launches it. Needs another barrier of the node's ranks between that
-    exchange and the next writing to the stage, by the next `exchange` on any of them: the caller launches it.
+    The barrier `staged`, which `exchange` launches, must come after the chunks of all ranks of the node are staged, and
+    before the exchange between nodes reads them. The caller launches another barrier of the node's ranks between that
+    exchange and the next write to the stage, by the next `exchange` on any of these ranks.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class NodeAllToAll:
         dtype: torch.dtype,
         across: dist.ProcessGroup,
     ) -> None:
-        """staged: no other exchange's. dtype: of all elements; chunks are multiples of 4 bytes. across: the ranks of
-        this local rank on all nodes. Collective."""
+        """staged: a barrier of this exchange only. dtype: of all elements; chunks are multiples of 4 bytes. across: the
+        ranks with this local rank on all nodes. Collective."""
         self._barrier, self._memory, self._group = staged, memory, across
         locals_, nodes = range(ranks.local_world_size), range(ranks.nodes)
         words = _words(dtype)
@@ -98,7 +98,7 @@ class NodeAllToAll:
         self._send = totals[ranks.local_rank]
         rank = ranks.rank
         self._receive = [sum(splits(rank_at(node, source), rank) for source in locals_) for node in nodes]
-        # Of one size on all ranks of a node.
+        # The same size on all ranks of a node.
         self._staged = memory.zeros(max(map(sum, totals)), dtype=dtype)
         self._words = self._staged.viewed(torch.int32) if words > 1 or dtype != torch.int32 else self._staged
 
@@ -111,11 +111,11 @@ class NodeAllToAll:
 
 
 class AllToAlls:
-    """Makes exchanges: inside nodes and between them where there is peer memory, else flat ones. All are of one group,
-    so they run one after another, in the order of their launches."""
+    """Makes exchanges: two-level ones with peer memory, else flat ones. All use one group, so they run one after
+    another, in the order of their launches."""
 
     def __init__(self, ranks: Ranks, memory: PeerMemory | None) -> None:
-        """memory: the nodes' peer memory, where there are several nodes. Collective."""
+        """memory: the nodes' peer memory, if there are several nodes. Collective."""
         self._ranks, self._memory = ranks, memory
         self._group = ranks.new_group() if memory is None else ranks.new_group_across_nodes()
 
@@ -123,11 +123,11 @@ class AllToAlls:
         """Returns an exchange. staged, dtype: see NodeAllToAll; a flat exchange has no barrier. Collective."""
         if self._memory is None:
             return FlatAllToAll(self._ranks, splits, self._group)
-        assert staged is not None, "an exchange inside nodes has a barrier"
+        assert staged is not None, "a two-level exchange needs a barrier"
         return NodeAllToAll(staged, self._ranks, self._memory, splits, dtype, self._group)
 
 
 def _words(dtype: torch.dtype) -> int:
-    """Returns how many elements have 4 bytes."""
+    """Returns the number of elements in 4 bytes."""
     assert 4 % dtype.itemsize == 0, f"{dtype}: elements of 1, 2 or 4 bytes"
     return 4 // dtype.itemsize

@@ -1,4 +1,4 @@
-"""The end of a command of this project: the error in one line, and an exit status."""
+"""The end of every command of this project: a one-line error, and an exit status."""
 
 import json
 import multiprocessing
@@ -16,23 +16,23 @@ EXIT_BAD_INPUT = 2
 
 
 class FailedError(ValueError):
-    """Raised where something that a command started has failed; a command that was given wrongly raises ValueError."""
+    """Raised if something that a command started has failed; for wrong usage, a command raises ValueError."""
 
 
 def exit_status(work: Callable[[], int]) -> int:
-    """Returns the exit status of `work`, whose errors may be the user's; stderr gets the error and its notes.
+    """Returns the exit status of `work`; writes an error that may be the user's, and its notes, to stderr.
 
-    1 for FailedError, 2 for other ValueErrors and OSError; 128 plus its number for a signal: of SIGINT that is
-    KeyboardInterrupt, of SIGPIPE a stdout that nobody reads any more, both without a message. SystemExit and all other
-    errors are passed on.
+    1 for FailedError, 2 for other ValueErrors and OSError; 128 plus the signal number for signals: SIGINT for
+    KeyboardInterrupt, SIGPIPE if nobody reads stdout any more, both without a message. SystemExit and all other errors
+    propagate.
     """
     try:
         try:
             return work()
         finally:
-            sys.stdout.flush()  # here, and not at the interpreter's end, where an error has a traceback
+            sys.stdout.flush()  # here, because an error at interpreter exit would print a traceback
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer still holds
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         return 128 + signal.SIGPIPE
     except ValueError as error:
         _say(f"error: {error}", *_notes(error))
@@ -50,8 +50,8 @@ def exit_status(work: Callable[[], int]) -> int:
 
 
 def printable(text: str) -> str:
-    """The text with control and format characters as escapes, but line ends and tabs: a file's name could steer a
-    terminal."""
+    """Returns the text with control and format characters escaped, except line ends and tabs: a file name could
+    control a terminal."""
     if text.isprintable():
         return text
     return "".join(c.encode("unicode_escape").decode() if _steers(c) else c for c in text)
@@ -71,15 +71,15 @@ def _say(*lines: str) -> None:
 
 
 def torchrun_says_errors() -> bool:
-    """Whether this is a rank of torchrun, which ends for good when the rank fails."""
+    """Whether this is a rank of torchrun, and torchrun will not restart it."""
     tries = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     return "TORCHELASTIC_ERROR_FILE" in os.environ and tries[0] == tries[1]
 
 
 def told_to_torchrun(line: str) -> bool:
-    """Hands `line` to torchrun, for the end of its message (torch.distributed.elastic.multiprocessing.errors).
+    """Passes `line` to torchrun, for the end of its message (torch.distributed.elastic.multiprocessing.errors).
 
-    Returns False where nobody would print it.
+    Returns False if nobody would print it.
     """
     if not torchrun_says_errors():
         return False
@@ -92,10 +92,10 @@ def told_to_torchrun(line: str) -> bool:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends this rank without the interpreter's shutdown, where no process waits for more than its end.
+    """Ends this rank without the interpreter's shutdown, if its parent waits only for its exit.
 
-    After a failure other ranks may wait in a collective that this rank's teardown joins; after a success threads of
-    torch's abort it now and then.
+    After a failure, other ranks may wait in a collective that this rank's teardown joins; after a success, torch's
+    threads occasionally abort the teardown.
     """
     sys.stdout.flush()
     sys.stderr.flush()

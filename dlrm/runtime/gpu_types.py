@@ -1,4 +1,4 @@
-"""Types of GPU: the measured figures of each, and those of its data sheet. Another GPU is a `GpuType` in `_KNOWN`."""
+"""Types of GPU: measured and data-sheet figures of each. Another GPU is a `GpuType` in `_KNOWN`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRates:
-    """The most that a GPU does in a second."""
+    """Maximum rates of a GPU, per second."""
 
     flop: Mapping[str, float]
     """FLOP, by precision of the run."""
@@ -27,27 +27,27 @@ class GpuCosts:
     """Measured costs of one type of GPU. Times are microseconds, sizes bytes."""
 
     measured_on: str
-    """The GPU, and the measurement, that the constants come from, for tables and records."""
+    """The GPU and the measurement that the constants come from, for tables and records."""
     memory_bytes: int
     """The memory of one GPU."""
     memory_bytes_per_us: float
     """Rate at which a kernel moves memory, read plus write."""
     cache_bytes_per_us: float
-    """Rate at which a kernel reads rows from the cache, such as those of an id that the batch has named before."""
+    """Rate at which a kernel reads rows from the cache, such as the row of a repeated id of the batch."""
     lookup_us: float
     """The fixed part of a rank's lookup."""
     sort_us: float
-    """The fixed part of a rank's sort of ids, beside which other streams' work runs: few multiprocessors are busy."""
+    """The fixed part of a rank's sort of ids; it keeps few multiprocessors busy, so other streams' work can overlap."""
     sort_us_per_million_ids: float
     """Time that each million of ids adds to the sort."""
     update_us: float
-    """The fixed part of a rank's table update, as that of the sort."""
+    """The fixed part of a rank's table update, with the same property as that of the sort."""
     update_us_per_million_ids: float
     """Time that each million of ids adds to the update, in addition to the bytes that it moves."""
     picking_us: float
-    """The fixed part of finding the ids whose rows this rank has, where a table is split by rows."""
+    """The fixed part of finding the ids whose rows this rank has, if a table is split by rows."""
     picking_us_per_million_ids: float
-    """Finding those of a million ids."""
+    """Time that each million of ids adds to it."""
     all_to_all_us: float
     """The fixed part of an all-to-all."""
     all_to_all_bytes_per_us: float
@@ -57,7 +57,7 @@ class GpuCosts:
     peer_bytes_per_us: float
     """Rate at which bytes leave a rank through peer memory."""
     host_memory_bytes: int
-    """Memory of the host, a GPU's share."""
+    """A GPU's share of the host's memory."""
     host_rows_per_us: float
     """Rate at which kernels exchange table rows of at most 1 KB, weights and state, with the host's memory."""
 
@@ -67,7 +67,7 @@ class GpuCosts:
         return self.lookup_us + self.sort_us + self.update_us
 
     def at_memory_rate(self, bytes_per_us: float, measured_on: str) -> "GpuCosts":
-        """Returns the costs of a GPU whose memory has another rate, and whose cache and kernels follow it."""
+        """Returns the costs of a GPU with another memory rate, with cache and kernel rates scaled alike."""
         slower = self.memory_bytes_per_us / bytes_per_us
         return replace(
             self,
@@ -84,9 +84,9 @@ class GpuType:
     """One type of GPU."""
 
     name: str
-    """The name that CUDA gives it."""
+    """The GPU's name in CUDA."""
     data_sheet_flop: Mapping[str, float]
-    """FLOP a second of the data sheet, dense, by precision of the products: an MFU is a share of it."""
+    """Data-sheet FLOP/s, dense, by precision of the products: the denominator of an MFU."""
     rates: GpuRates
     """Rates for the lower bound of an iteration (`dlrm-bench limits --above`)."""
     costs: GpuCosts
@@ -96,10 +96,10 @@ class GpuType:
 _H200_COSTS = GpuCosts(
     measured_on="NVIDIA H200",
     memory_bytes=141_000_000_000,
-    # An addition in place over 1 GiB, as `dlrm-bench limits` times it.
+    # An in-place addition over 1 GiB, as `dlrm-bench limits` times it.
     memory_bytes_per_us=4.23e6,
-    # Fitted to lookup, sort and update, each alone as a graph, of 60 sets of tables (one hot table, several, all 26) at
-    # 1024 to 55296 samples with MLPerf-like ids and 16 to 128 columns: tests/dlrm/tables/plan/test_costs.py.
+    # Fitted to lookup, sort and update, each alone as a graph, for 60 sets of tables (one hot table, several, all 26)
+    # at 1024 to 55296 samples with MLPerf-like ids and 16 to 128 columns: tests/dlrm/tables/plan/test_costs.py.
     cache_bytes_per_us=7.9e6,
     lookup_us=4.5,
     sort_us=33.0,
@@ -107,7 +107,7 @@ _H200_COSTS = GpuCosts(
     update_us=20.0,
     update_us_per_million_ids=20.0,
     # kernels/input_dist/pick_rows.py as a graph, an eighth of the rows: 17 us for 0.10 million ids, 24 for 0.82, 55 for
-    # 6.55, and of six tables 25 for 1.30 and 81 for 10.4.
+    # 6.55; for six tables 25 for 1.30 and 81 for 10.4.
     picking_us=17.0,
     picking_us_per_million_ids=6.0,
     # NCCL's all-to-all of pooled vectors on 8 x H200, by bytes that leave a rank: 34 us for 3.0 MB, 157 us for 40 MB.
@@ -117,9 +117,9 @@ _H200_COSTS = GpuCosts(
     # 9.1 us for 1.7 MB, 68.9 for 23.0, 11.7 for 2.6 and 103 for 34.5. A barrier alone takes 3.0.
     peer_exchange_us=4.4,
     peer_bytes_per_us=353e3,
-    # What each GPU of the measured machines comes with.
+    # A GPU's share on the measured machines.
     host_memory_bytes=128 << 30,
-    # Of 512 bytes as of 1 KB, at random places of 40 GB, in one direction as in both, by 8 blocks as by 132.
+    # For 512 bytes as for 1 KB, at random places of 40 GB, in one direction as in both, by 8 blocks as by 132.
     host_rows_per_us=28.0,
 )
 
@@ -127,7 +127,7 @@ H200 = GpuType(
     name="NVIDIA H200",
     data_sheet_flop={"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12, "fp8": 1978.9e12},  # SXM
     rates=GpuRates(
-        # bf16: the most that an 8192-cubed product of random numbers reached; tf32 and fp32: the data sheet.
+        # bf16: the best rate of an 8192-cubed product of random numbers; tf32 and fp32: the data sheet.
         flop={"bf16": 798e12, "tf32": 494.7e12, "fp32": 67e12},
         memory=4.3e12,  # a copy; an addition in place over 1 GiB reaches 4.23e12
         links=478.8e9,  # 18 NVLinks of 26.6 GB/s
@@ -138,8 +138,8 @@ H200 = GpuType(
     costs=_H200_COSTS,
 )
 
-# Stated, for comparisons with published results: by the data sheets an H100 has another memory rate than an H200, 3.35
-# of 4.8 TB/s, and another size of memory; multiprocessors and NVLink are the same.
+# Stated, for comparisons with published results: by the data sheets an H100 differs from an H200 in memory rate, 3.35
+# versus 4.8 TB/s, and in memory size; multiprocessors and NVLink are the same.
 H100_STATED = replace(
     H200.costs.at_memory_rate(
         H200.costs.memory_bytes_per_us * 3.35 / 4.8,
@@ -153,21 +153,21 @@ DEFAULT_COSTS = H200.costs
 
 
 def gpu_type(gpu_name: str | None) -> GpuType | None:
-    """Returns the type of the GPU that CUDA calls `gpu_name`; None of an unknown one, and of none."""
+    """Returns the type of the GPU with this CUDA name; None for an unknown GPU or no GPU."""
     return _KNOWN.get(gpu_name or "")
 
 
 def costs_of(gpu_name: str | None) -> GpuCosts:
-    """Returns the costs of the GPU that CUDA calls `gpu_name`; DEFAULT_COSTS for an unknown one, and for none.
+    """Returns the costs of the GPU with this CUDA name; DEFAULT_COSTS for an unknown GPU or no GPU.
 
-    A plan made by another GPU's costs is correct, but may be less balanced; `note` says whose costs they are.
+    A plan made with another GPU's costs is correct, but may be less balanced; `note` names the source of the costs.
     """
     known = gpu_type(gpu_name)
     return known.costs if known else DEFAULT_COSTS
 
 
 def note(costs: GpuCosts, gpu_name: str | None) -> str:
-    """Returns the source of predicted times, for a reader; for another GPU's, also how to measure this one."""
+    """Returns the source of predicted times, for a reader; if it is another GPU, also how to measure this one."""
     if gpu_name is None or gpu_name in costs.measured_on:
         return costs.measured_on
-    return f"{costs.measured_on}, as there are no costs of {gpu_name}: run `dlrm-bench limits` on it"
+    return f"{costs.measured_on}, because there are no costs of {gpu_name}: run `dlrm-bench limits` on it"

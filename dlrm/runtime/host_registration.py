@@ -1,4 +1,4 @@
-"""Host memory that CUDA knows: a GPU reads and writes it under its own address, and copies to it run by themselves."""
+"""Host memory registered with CUDA: a GPU accesses it at its own addresses, and copies to it are asynchronous."""
 
 from contextlib import suppress
 
@@ -6,23 +6,23 @@ import torch
 
 
 def register(address: int, size: int, device: torch.device) -> str | None:
-    """Registers host memory, of `size` bytes, with CUDA; returns CUDA's error, None without one."""
+    """Registers `size` bytes of host memory with CUDA; returns CUDA's error, or None."""
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
         status = runtime.cudaHostRegister(address, size, 0)
         if int(status) == 0:
             return None
         _take_error(device)
-    return str(runtime.cudaGetErrorString(status))  # the status' own str knows success alone
+    return str(runtime.cudaGetErrorString(status))  # str(status) only knows success
 
 
 def unregister(address: int) -> None:
-    """Takes memory back that `register` was given."""
+    """Unregisters memory that `register` has registered."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _take_error(device: torch.device) -> None:
-    """Has a kernel raise the error that CUDA keeps of a failed call: the next one would else, in whatever is to tell
-    the other ranks, which would wait for it."""
+    """Runs a kernel to raise the error that CUDA keeps after a failed call. Otherwise the next kernel would raise it,
+    and that may be the one that must tell the other ranks, which wait for it."""
     with suppress(RuntimeError):
         torch.ones(1, device=device).add_(1)

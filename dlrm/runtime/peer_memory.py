@@ -1,8 +1,8 @@
-"""Memory of the ranks of one node that every rank reads and writes directly, and barriers between its users.
+"""Memory of a node's ranks that every rank of the node accesses directly, and barriers between its users.
 
-On GPUs it is PyTorch's symmetric memory: allocations that the GPUs of a node map into each other's address space, and
-reach over NVLink or PCIe. On the CPU it is files that all processes map. A kernel that writes straight to the rank that
-needs a value does in one pass what a collective does in three: reorder, exchange, reorder.
+On GPUs it is PyTorch's symmetric memory: allocations that the GPUs of a node map into each other's address space and
+access over NVLink or PCIe. On the CPU it is files that all processes map. A kernel that writes straight to the rank
+that needs a value does in one pass the three steps of a collective: reorder, exchange, reorder.
 """
 
 import os
@@ -25,41 +25,40 @@ class Barrier:
     """A point of an iteration at which the streams of all ranks of a node wait for one another."""
 
     name: str
-    """No other barrier's."""
+    """Unique name."""
     orders: str
-    """The accesses that it keeps apart: those before it on any rank, and those after it on every rank."""
+    """The accesses that it separates: those before it on any rank, and those after it on every rank."""
 
 
 class PeerMemory:
     """Tensors that all ranks of a node share, and barriers on the current stream."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Collective over all ranks. ValueError, on every rank, where a GPU does not reach another of its node, or
-        where over nodes NCCL would register buffers of graphs."""
+        """Collective over all ranks. ValueError, on every rank, if a GPU cannot access another GPU of its node, or if
+        over several nodes NCCL would register buffers of graphs."""
         self._ranks, self._index, self._size = ranks, ranks.local_rank, ranks.local_world_size
         self._alone, self._cuda = self._size == 1, ranks.device.type == "cuda"
         world = dist.GroupMember.WORLD
         self.group = ranks.new_group_of_node() if ranks.nodes > 1 else world
-        """The ranks of the node, by local rank; what runs in it waits for what else does."""
+        """The ranks of the node, by local rank; collectives of this group run one after another."""
         self._channels: dict[Barrier, int] = {}
         self._handles: list[Any] = []
         """Handles of all allocations; the signals of the first one serve the barriers."""
         self.own: list[Tensor] = []
-        """This rank's tensors of all allocations; on GPUs PyTorch's allocator does not count them."""
+        """This rank's tensors of all allocations; on GPUs PyTorch's allocator does not count these."""
         if self._cuda and not self._alone:
             _check_reach(self._size)
             if ranks.nodes > 1:
                 _register_nothing()
-            # Nothing here uses NVLink's multicast, which symmetric memory would set up.
+            # Nothing here uses NVLink's multicast, which symmetric memory would set up otherwise.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-            # An allocation, with its own signals, for each tensor: in a pool its place would depend on the ranks'
-            # earlier frees.
+            # A separate allocation, with its own signals, for each tensor: in a pool its offset would depend on each
+            # rank's earlier frees.
             os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
             self._allocate((1,), torch.float32)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> PeerTensors:
-        """Returns a tensor on every rank of the node, by local rank, of one shape; all of them are zero when this
-        returns. Collective."""
+        """Returns one tensor per rank of the node, by local rank, all of this shape and zero on return. Collective."""
         tensors = self._allocate(shape, dtype)
         tensors[self._index].zero_()
         if self._cuda:
@@ -71,8 +70,8 @@ class PeerMemory:
         """Makes the current stream wait until the streams of all ranks of the node have reached this point: all their
         earlier work is then done, and visible to all.
 
-        All ranks reach the different barriers for the first time in one order, and each of them in one order. Different
-        barriers may wait at the same time. The wait for a rank that never comes has no end.
+        All ranks must reach the different barriers for the first time in the same order, and likewise each barrier's
+        further uses. Different barriers may wait at the same time. Waiting for a rank that never comes has no timeout.
         """
         if self._alone:
             return
@@ -82,7 +81,7 @@ class PeerMemory:
             dist.barrier(self.group)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Returns a tensor of every rank, not initialised."""
+        """Returns an uninitialised tensor of every rank."""
         if self._cuda and not self._alone:
             return self._allocate_on_gpus(shape, dtype)
         if self._alone:
@@ -100,19 +99,20 @@ class PeerMemory:
         try:
             handle = symmetric_memory.rendezvous(own, self.group)
         except RuntimeError as error:
-            raise RuntimeError(f"--peer-memory: the GPUs cannot share memory, leave it out: {error}") from error
+            raise RuntimeError(f"--peer-memory: the GPUs cannot share memory: {error}; leave it out") from error
         self._handles.append(handle)
-        self.own.append(own)  # which keeps the views below
-        # Where tensors come from a pool, get_buffer counts from the start of their allocation.
+        self.own.append(own)  # keeps the views below alive
+        # If tensors come from a pool, get_buffer counts from the start of their allocation.
         offset = own.data_ptr() - handle.get_buffer(self._index, shape, dtype).data_ptr()
         offsets = [offset] * self._size
         dist.all_gather_object(offsets, offset, group=self.group)
         if len(set(offsets)) > 1:
-            raise RuntimeError("--peer-memory: the ranks' tensors lie differently: set TORCH_SYMMMEM_IMPLICIT_POOL=0")
+            raise RuntimeError("--peer-memory: tensor offsets differ between ranks: set TORCH_SYMMMEM_IMPLICIT_POOL=0")
         return [handle.get_buffer(rank, shape, dtype, offset // own.itemsize) for rank in range(self._size)]
 
     def _mapped_files(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Returns a tensor for each rank in a file, mapped by all; deleted at once, as the mappings keep it."""
+        """Returns a file-backed tensor for each rank, mapped by all; deletes the files, since the mappings keep
+        them."""
         folder: list[str | None] = [tempfile.mkdtemp() if self._index == 0 else None]
         first = self._ranks.node * self._size
         dist.broadcast_object_list(folder, src=first, group=self.group)
@@ -144,11 +144,11 @@ def _register_nothing() -> None:
 
 
 def _check_reach(gpus: int) -> None:
-    """ValueError where a GPU of this node cannot map another's memory; all ranks ask for all pairs."""
+    """Raises ValueError if a GPU of this node cannot map another's memory; every rank checks all pairs."""
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if apart:
         raise ValueError(
-            f"--peer-memory needs GPUs that reach each other's memory, and GPU {apart[0][0]} does not reach GPU "
+            f"--peer-memory needs GPUs that can access each other's memory, but GPU {apart[0][0]} cannot access GPU "
             f"{apart[0][1]}: leave it out"
         )

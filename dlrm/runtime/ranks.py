@@ -10,25 +10,25 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # public, but not in __all__
 
 RESTARTS = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-"""Number of times that torchrun has started its ranks again; part of the keys in the store, which outlives them."""
+"""Number of times that torchrun has restarted its ranks; part of the keys in the store, which outlives the ranks."""
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Ranks:
-    """Global rank for logs and data, local rank for the GPU, and the sizes they run up to."""
+    """Global rank for logs and data, local rank for the GPU, and the sizes of both."""
 
     rank: int
     """Global rank, 0 .. world_size - 1 over all nodes."""
     local_rank: int
-    """Rank on this node, 0 .. local_world_size - 1; picks the GPU."""
+    """Rank on this node, 0 .. local_world_size - 1; selects the GPU."""
     world_size: int
     local_world_size: int
     device: torch.device
 
     @staticmethod
     def from_environment() -> "Ranks":
-        """Reads torchrun's variables in the environment; ValueError names a missing one, or one that does not fit this
+        """Reads torchrun's environment variables; ValueError names a missing one, or one that does not fit this
         node."""
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
@@ -47,8 +47,8 @@ class Ranks:
             device = torch.device("cuda", local_rank)
         if world_size % local_world_size or rank % local_world_size != local_rank:
             raise ValueError(
-                f"rank {rank} of {world_size} is local rank {local_rank} of {local_world_size}: give every node as "
-                "many ranks, `torchrun --nproc_per_node`, that count through one node after another"
+                f"rank {rank} of {world_size} is local rank {local_rank} of {local_world_size}: give every node the "
+                "same number of ranks (`torchrun --nproc_per_node`), with consecutive ranks on each node"
             )
         return Ranks(
             rank=rank,
@@ -60,16 +60,16 @@ class Ranks:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, all with equally many ranks."""
+        """Number of nodes, all with the same number of ranks."""
         return self.world_size // self.local_world_size
 
     @property
     def node(self) -> int:
-        """Number of this node: ranks count through one node after another."""
+        """Index of this node: ranks count through one node after another."""
         return self.rank // self.local_world_size
 
     def command_line(self, program: str, arguments: list[str]) -> str:
-        """Returns the command that starts such ranks again."""
+        """Returns the command that starts the same ranks again."""
         torchrun = ["torchrun", *([f"--nnodes={self.nodes}"] if self.nodes > 1 else [])]
         return shlex.join([*torchrun, f"--nproc_per_node={self.local_world_size}", program, *arguments])
 
@@ -86,9 +86,9 @@ class Ranks:
             dist.init_process_group("gloo", **known)
 
     def new_group(self) -> dist.ProcessGroup:
-        """Returns a new communicator over all ranks, so that its collectives run beside those of other groups.
+        """Returns a new communicator over all ranks, so that its collectives overlap with those of other groups.
 
-        On GPUs its kernels have high priority: all ranks wait for the last one whose kernel finds room. Collective.
+        On GPUs its kernels have high priority, because all ranks wait for the last kernel to start. Collective.
         """
         return self._new_group(None)
 
@@ -99,7 +99,7 @@ class Ranks:
         return groups[self.node]
 
     def new_group_across_nodes(self) -> dist.ProcessGroup:
-        """Returns a new communicator of the ranks that have this local rank on all nodes, by node. Collective over all
+        """Returns a new communicator of the ranks with this local rank on all nodes, by node. Collective over all
         ranks."""
         size = self.local_world_size
         groups = [self._new_group(list(range(local, self.world_size, size))) for local in range(size)]
@@ -117,10 +117,10 @@ class Ranks:
 
 
 def _store_of_this_start() -> PrefixStore:
-    """Returns the store of torchrun, or of rank 0, under keys that no earlier start of these ranks has used.
+    """Returns the store of torchrun, or of rank 0, with keys that no earlier start of these ranks has used.
 
-    torchrun keeps its store when it starts ranks again, with the addresses of the ended ones in it: without new keys
-    a rank waits for these without end, or is refused.
+    torchrun keeps its store when it restarts ranks, with the addresses of the old ones in it: without new keys a rank
+    would wait for these forever, or be refused.
     """
     store, _, _ = next(rendezvous("env://"))
     return PrefixStore(f"restart-{RESTARTS}", store)

@@ -13,13 +13,13 @@ import torch
 
 
 class Priority(IntEnum):
-    """CUDA priorities of streams, lower first: what everything waits for goes before what fills gaps."""
+    """CUDA priorities of streams, lower first: critical work runs before work that fills gaps."""
 
     CHAIN = -2
     WEIGHT_GRADIENTS = -1
     FILL = 0
-    """Priority of the table update: it is bound by memory and occupies all multiprocessors; small kernels must not
-    queue after it, nor those of a batch's first half after the second half's lookup."""
+    """Priority of the table update: it is memory-bound and occupies all multiprocessors; small kernels must not queue
+    after it, nor those of a batch's first half after the second half's lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Stream:
     """A stream that every iteration uses for the same work."""
 
     name: str
-    """No other stream's."""
+    """Unique name."""
     carries: str
     """The work that is launched on it, in order."""
     priority: Priority = Priority.CHAIN
@@ -36,7 +36,7 @@ class Stream:
 MAIN = Stream(
     name="main", carries="the chain of the first part of the batch, from its lookup to its gradients' exchange"
 )
-"""The stream that an iteration starts on, and that waits for all others at its end."""
+"""The stream on which an iteration starts, and that waits for all others at its end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,7 @@ class Branch:
 
     name: str
     stream: "torch.cuda.Stream | None"
-    """The CUDA stream; None where all work is in order anyway."""
+    """The CUDA stream; None if all work is in order anyway."""
 
 
 class Streams(Protocol):
@@ -53,11 +53,11 @@ class Streams(Protocol):
 
     def beside(self, stream: Stream, *after: Branch) -> AbstractContextManager[Branch]:
         """Launches the body on `stream`, after all work so far on the current stream and on the branches `after`;
-        yields its branch. MAIN is no side stream: the body stays on the current stream."""
+        yields its branch. For MAIN, which is not a side stream, the body stays on the current stream."""
         ...
 
     def on(self, branch: Branch) -> AbstractContextManager[Any]:
-        """Launches the body on a branch, after its earlier work alone."""
+        """Launches the body on a branch, after only its earlier work."""
         ...
 
     def join(self, *branches: Branch) -> None:

@@ -1,1 +1,1 @@
-"""Sharded embedding tables, and the modules that they share."""
+"""Sharded embedding tables, and their shared modules."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# First ids that are counted one by one; all others fall into bins of a geometric series.
+# Number of first ids that are summed individually; all others are grouped in bins of a geometric series.
 _SINGLE, _BINS = 1000, 2000
 
 
@@ -18,10 +18,10 @@ class IdStatistics:
     """Zipf exponent of the first id of a sample; 0 is uniform."""
     expanded: bool = False
     """Whether the other ids are a fixed, uniform function of the first one, as in MLPerf's data; otherwise they are
-    drawn anew for each sample."""
+    drawn independently for each sample."""
 
     def distinct_rows(self, rows: int, hot: int, samples: int) -> float:
-        """Returns how many of a table's rows `samples` bags of `hot` ids name, as an expectation."""
+        """Returns the expected number of distinct rows of a table that `samples` bags of `hot` ids name."""
         firsts = _distinct_firsts(rows, samples, self.skew)
         others = (firsts if self.expanded else samples) * (hot - 1)
         return firsts - (rows - firsts) * math.expm1(-others / rows)
@@ -32,7 +32,8 @@ UNIFORM = IdStatistics()
 
 @functools.cache
 def _distinct_firsts(rows: int, samples: int, skew: float) -> float:
-    """Distinct ids among `samples` of distributions.zipf_ids: the sum of 1 - exp(-samples * probability) over all ids.
+    """Returns the expected number of distinct ids among `samples` of distributions.zipf_ids: the sum of
+    1 - exp(-samples * probability) over all ids.
 
     The distribution function of the density x^-skew on [1, rows + 1) is (x^(1-a) - 1) / (L^(1-a) - 1), at 1 its limit.
     """

@@ -1,7 +1,7 @@
 """Initial embedding weights that do not depend on how the tables are sharded.
 
-Element (row, column) of a table is a hash of (seed, table, row, column), so any rank fills any part of any table by
-itself and every sharding of every world size starts from the same weights.
+Element (row, column) of a table is a hash of (seed, table, row, column), so any rank can fill any part of any table by
+itself, and every sharding and world size starts from the same weights.
 """
 
 import math
@@ -22,7 +22,7 @@ def table_key(seed: int, table: int) -> int:
 
 
 def distribution(num_embeddings: int) -> tuple[float, float]:
-    """Returns the factor of a number of 24 bits, and what to take off, for weights uniform in +-sqrt(1 / rows)."""
+    """Returns the factor for a 24-bit number, and the value to subtract, for weights uniform in +-sqrt(1 / rows)."""
     bound = math.sqrt(1 / num_embeddings)
     return 2 * bound / 2**24, bound
 
@@ -41,8 +41,8 @@ def fill_initial_weights(
     """Fills one shard in place with its table's initial weights, uniform in +-sqrt(1 / num_embeddings).
 
     weights: floating point [rows, columns], the part of table number `table` that starts at (row_offset,
-    column_offset), of every row_step-th row from there; num_embeddings: number of rows of the whole table. The
-    distribution is the MLPerf reference's (TorchRec's EmbeddingBagConfig default).
+    column_offset) and has every row_step-th row; num_embeddings: number of rows of the whole table. The distribution
+    is the MLPerf reference's (TorchRec's EmbeddingBagConfig default).
     """
     rows, columns = weights.shape
     scale, bound = distribution(num_embeddings)

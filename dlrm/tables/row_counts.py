@@ -1,5 +1,5 @@
-"""Files of counts: how often each row of each table was named in a number of samples. `dlrm-bench data counts` makes
-them; rows that were named most are the first to be on the device (--table-counts).
+"""Files of counts: how often a number of samples named each row of each table. `dlrm-bench data counts` writes them;
+the most frequently named rows are placed on the device first (--table-counts).
 
 A file is a compressed .npz: `about`, the header as JSON, and for each table, by its number, unsigned
 integers [rows].
@@ -26,18 +26,18 @@ _MAKE = "make one with 'dlrm-bench data counts'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """The counts of one file, which are read table by table."""
+    """The counts of one file, read table by table."""
 
     path: Path
     rows: tuple[int, ...]
     """Number of rows of each table."""
     samples: int
-    """Samples whose ids were counted."""
+    """Number of samples whose ids were counted."""
     data: Mapping[str, Any]
     """Source of the samples, as written by the command that counted: preset, seed and fields of the data."""
 
     def of_table(self, table: int) -> Counts:
-        """Returns how often each row of a table was named, unsigned [rows]. ValueError names a damaged file."""
+        """Returns the count of each row of a table, unsigned [rows]. ValueError names a damaged file."""
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 counts: Counts = file[str(table)]
@@ -48,18 +48,18 @@ class RowCounts:
         return counts
 
     def rates(self, table: int) -> RowRates:
-        """Returns how often a sample names each of a table's rows, in classes."""
+        """Returns the rate at which a sample names each of a table's rows, in classes."""
         return counted_rates(self.of_table(table), self.samples)
 
     def row_rates(self, table: int) -> NDArray[np.float32]:
-        """Returns how often a sample names each of a table's rows, fp32 [rows]."""
+        """Returns the rate at which a sample names each of a table's rows, fp32 [rows]."""
         return row_rates(self.of_table(table), self.samples)
 
 
 def write_counts(
     path: Path, tables: Tables, counts: Sequence[NDArray[np.uint32]], samples: int, data: Mapping[str, Any]
 ) -> None:
-    """Writes a file of counts, or leaves what was there. counts: of each table, [rows]. data: as in RowCounts."""
+    """Writes a file of counts atomically. counts: of each table, [rows]. data: as in RowCounts."""
     about = {"names": tables.names, "rows": tables.rows, "samples": samples, "data": dict(data)}
     arrays = {str(table): _smallest(of_table) for table, of_table in enumerate(counts)}
     partial = path.with_name(f"{path.name}.partial")
@@ -69,8 +69,8 @@ def write_counts(
 
 
 def read_counts(path: Path, tables: Tables) -> RowCounts:
-    """Opens a file of counts of these tables. ValueError names the file that is none, or the first table by which it is
-    another model's."""
+    """Opens a file of counts of these tables. ValueError names a file that is not one, or the first table that shows
+    that the file belongs to another model."""
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
@@ -78,20 +78,20 @@ def read_counts(path: Path, tables: Tables) -> RowCounts:
         if not (isinstance(samples, int) and samples > 0 and len(names) == len(rows)):
             raise ValueError(f"{samples} samples of {len(names)} tables")
     except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
-        raise ValueError(f"--table-counts {path} is no file of counts ({error}): {_MAKE}") from None
+        raise ValueError(f"--table-counts {path} is not a file of counts ({error}): {_MAKE}") from None
     if len(rows) != tables.count:
         raise ValueError(
-            f"--table-counts {path} is of another model: it has {len(rows)} tables and this one {tables.count}; {_MAKE}"
+            f"--table-counts {path} is of another model: it has {len(rows)} tables, not {tables.count}; {_MAKE}"
         )
     for name, own, its_name, its_rows in zip(tables.names, tables.rows, names, rows, strict=True):
         if (name, own) != (its_name, its_rows):
             raise ValueError(
-                f"--table-counts {path} is of another model: {its_name} of {its_rows} rows is {name} of {own} rows "
-                f"here; {_MAKE} with the same --model flags"
+                f"--table-counts {path} is of another model: it has {its_name} of {its_rows} rows, not {name} of {own} "
+                f"rows; {_MAKE} with the same --model flags"
             )
     return RowCounts(path=path, rows=tuple(rows), samples=samples, data=data)
 
 
 def _smallest(counts: NDArray[np.uint32]) -> Counts:
-    """Returns the counts in the narrowest type that holds them."""
+    """Returns the counts in the narrowest type that can hold them."""
     return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

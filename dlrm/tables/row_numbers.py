@@ -1,4 +1,4 @@
-"""The numbers that the owner of rows of several tables has for them, from 0 on, one table after another."""
+"""Numbers that an owner assigns to its rows of several tables, from 0 on, one table after another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ class RowNumbers:
     tables: tuple[int, ...]
     first_rows: tuple[int, ...]
     count: int
-    """Rows of all tables: numbers are 0 .. count - 1."""
+    """Number of rows of all tables: numbers are 0 .. count - 1."""
     part: int = 0
     parts: int = 1
 
     @classmethod
     def of_parts(cls, tables: Tables, ranks: Ranks) -> "RowNumbers":
-        """Returns the numbers of this rank's rows where it has every W-th of each table, W being all ranks: of each as
-        many as the rank with most, so that a row has one number whoever owns it. ValueError where the tables have more
-        rows than int32 counts."""
+        """Returns the numbers of this rank's rows if it has every W-th row of each table, W being the number of ranks.
+        Each table gets the row count of the rank with the most, so that numbers do not depend on the owner. ValueError
+        if the tables have more rows than int32 can count."""
         of_owner = [-(-rows // ranks.world_size) for rows in tables.rows]
         if sum(of_owner) * ranks.world_size >= _MOST:
             raise ValueError(
@@ -45,7 +45,7 @@ class RowNumbers:
         return cls._of(held, of_table)
 
     def first(self, rows: int) -> Tensor:
-        """Returns the numbers of the first `rows` rows of each table, or of all where it has fewer, int32 [N]."""
+        """Returns the numbers of the first `rows` rows of each table, or of all rows if it has fewer, int32 [N]."""
         ends = [*self.first_rows[1:], self.count]
         firsts = zip(self.first_rows, ends, strict=True)
         return torch.cat([torch.arange(first, min(first + rows, end), dtype=torch.int32) for first, end in firsts])

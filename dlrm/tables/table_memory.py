@@ -10,7 +10,7 @@ from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
-# The rest is for activations, communication buffers and the dense network.
+# The remaining share is for activations, communication buffers and the dense network.
 HEADROOM = 0.95
 
 
@@ -28,15 +28,15 @@ def host_memory_bytes(ranks: Ranks) -> int:
 
 
 def rank_memory_bytes(ranks: Ranks, memory: TableMemory | None) -> int:
-    """Returns the memory that one rank may use for its tables: of its device and, where `memory` of this is not to hold
-    all rows, of its share of the host's available bytes."""
+    """Returns the memory that one rank may use for its tables: of its device and, if `memory` lets host memory hold
+    some of the rows, of its share of the host's available bytes."""
     if memory is None or ranks.device.type != "cuda":  # without a GPU both tiers are the same memory
         return device_memory_bytes(ranks)
     return memory.capacity(device_memory_bytes(ranks), host_memory_bytes(ranks))
 
 
 def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:
-    """Returns what tables and optimizer state may take on every rank: the least memory of any. Collective."""
+    """Returns the bytes that tables and optimizer state may use on every rank: the minimum over ranks. Collective."""
     least = torch.tensor([rank_memory_bytes(ranks, memory)], dtype=torch.int64, device=ranks.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(int(least) * HEADROOM)
@@ -45,9 +45,9 @@ def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:
 def check_places_fit(
     columns: int, places: int, available_bytes: int, device: torch.device, states: int = 1, unnamed: int = 0
 ) -> None:
-    """Raise ValueError, on every rank, if memory for `places` dynamic rows of fp32 exceeds that of any rank.
+    """Raises ValueError, on every rank, if memory for `places` dynamic fp32 rows exceeds the memory of any rank.
 
-    available_bytes: this rank's. states, unnamed: as bytes_of takes them, unnamed of this rank.
+    available_bytes: this rank's. states, unnamed: as for bytes_of, unnamed of this rank.
     """
     own = [available_bytes, -bytes_of(places, columns, states, unnamed)]
     least = torch.tensor(own, dtype=torch.int64, device=device)
@@ -55,13 +55,13 @@ def check_places_fit(
     available, needed = int(least[0]) * HEADROOM, -int(least[1])
     if needed > available:
         raise ValueError(
-            f"--dynamic-rows {places} does not fit: rows, state and map need {needed / 1e9:.1f} GB of a rank, which "
-            f"has {available / 1e9:.1f} GB; use more GPUs with fewer rows each"
+            f"--dynamic-rows {places} does not fit: rows, state and map need {needed / 1e9:.1f} GB per rank, but only "
+            f"{available / 1e9:.1f} GB are available; use more GPUs with fewer rows each"
         )
 
 
 def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes: int, device: torch.device) -> None:
-    """Raise ValueError, on every rank, if tables and optimizer state exceed the memory of all ranks together.
+    """Raises ValueError, on every rank, if tables and optimizer state exceed the memory of all ranks together.
 
     available_bytes: this rank's; the process group sums it.
     """
@@ -73,6 +73,6 @@ def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes:
         scale = tables.scale * available / needed
         advice = tables.advice or f"shrink the tables with --model.table-scale {max(scale * 0.95, 1e-6):.2g}"
         raise ValueError(
-            f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB and the "
+            f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB, but the "
             f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or {advice}"
         )

@@ -1,11 +1,11 @@
-"""The embedding tables of a model, as sharding, exchanges, lookups and updates need to know them."""
+"""The embedding tables of a model, as needed for sharding, exchanges, lookups and updates."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Tables of one width, each with one feature of a fixed number of ids a sample."""
+    """Tables of one width, each with one feature of a fixed number of ids per sample."""
 
     names: tuple[str, ...]
     """Name of each table's feature: the keys of a KJT, in table order."""
@@ -16,9 +16,9 @@ class Tables:
     hot: tuple[int, ...]
     """Number of ids that a sample names in each table (multi-hot size)."""
     scale: float = 1.0
-    """Factor of --model.table-scale on the rows, for errors that advise another one."""
+    """Factor of --model.table-scale on the rows, for errors that suggest another one."""
     pooled: bool = True
-    """Whether the rows that a sample names in a table are summed before the dense network has them; if not, every
+    """Whether the rows that a sample names in a table are summed before they reach the dense network; if not, every
     pipeline splits each table by rows over all ranks."""
     advice: str | None = None
     """Advice for smaller tables, in errors; None for --model.table-scale."""

@@ -1,1 +1,1 @@
-"""TorchRec models of several kinds, as its users train, on random batches at small sizes."""
+"""TorchRec models of several kinds, typical of its users, on random batches at small sizes."""

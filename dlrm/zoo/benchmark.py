@@ -1,4 +1,4 @@
-"""The TorchRec models as benchmarks, one each, so that records and reports tell them apart."""
+"""The TorchRec models, each as a separate benchmark, so that records and reports distinguish them."""
 
 from importlib import import_module
 from typing import cast
@@ -29,7 +29,7 @@ def _parts() -> Parts:
 
 
 def _preset(model: BagsModel, text: str, data: RandomData) -> Preset:
-    """Returns a preset at 64 samples a rank, where the host is the limit of all of them."""
+    """Returns a preset with 64 samples per rank, at which all of these models are host-bound."""
     training = TrainingConfig(model=model, data=data, optimizer=ZooOptimizer(), local_batch_size=64, precision="fp32")
     return Preset(training=training, text=text, run={"min_time": MIN_TIME_S})
 
@@ -60,7 +60,7 @@ SEQUENCE = Benchmark(
             SequenceModel(), "The same with histories of the longest length alone.", SequenceData(full=True)
         ),
     },
-    ladders=ladders(whole="iteration-or-dense"),  # dense where histories vary in length
+    ladders=ladders(whole="iteration-or-dense"),  # dense, because histories vary in length
     pipelines=PIPELINES,
     ruleset=None,
     work=None,

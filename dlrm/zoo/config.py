@@ -16,13 +16,13 @@ from dlrm_bench.dlrm.tables.tables import Tables
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BagsModel:
-    """A model of two kinds of categorical features, of users and of items, each with its own table, and of dense
+    """A model with two kinds of categorical features, of users and of items, each with its own table, and with dense
     features."""
 
     rows: int = 100_000
     """Number of rows of each embedding table, before table_scale."""
     table_scale: float = 1.0
-    """Factor on every table's number of rows, of which at least one stays."""
+    """Factor on every table's number of rows, rounded up to at least one."""
     embedding_dim: int = 64
     """Number of columns of every embedding table."""
     user_features: int = 8
@@ -30,9 +30,9 @@ class BagsModel:
     item_features: int = 8
     """Number of categorical features of an item."""
     multi_hot_size: int = 2
-    """Number of ids a sample of each categorical feature."""
+    """Number of ids per sample of each categorical feature."""
     dense_in_features: int = 13
-    """Number of dense features a sample."""
+    """Number of dense features per sample."""
 
     def __post_init__(self) -> None:
         for flag in ("rows", "user_features", "item_features", "multi_hot_size", "dense_in_features"):
@@ -61,7 +61,7 @@ class BagsModel:
 
     @property
     def bag_names(self) -> tuple[str, ...]:
-        """Names of the features with bags, in the order of the batches."""
+        """Names of the pooled features, in batch order."""
         return (*self.user_names, *self.item_names)
 
     @property
@@ -91,7 +91,7 @@ class DlrmModel(BagsModel):
     dense_hidden: tuple[int, ...] = (256,)
     """Widths of the bottom MLP's hidden layers; its last layer is as wide as the tables."""
     over_hidden: tuple[int, ...] = (256, 128)
-    """Widths of the top MLP's hidden layers; its last layer gives the logit."""
+    """Widths of the top MLP's hidden layers; its last layer outputs the logit."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -122,7 +122,7 @@ class DeepFmModel(BagsModel):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TwoTowersModel(BagsModel):
-    """Two EmbeddingBagCollections with an MLP each, and the dot product of the MLPs' outputs."""
+    """Two EmbeddingBagCollections, each with an MLP, and the dot product of the MLPs' outputs."""
 
     hidden: int = 256
     """Width of each MLP's hidden layer."""
@@ -140,7 +140,7 @@ class SequenceModel(BagsModel):
     heads: int = 2
     """Number of heads of each layer; a divisor of embedding_dim."""
     longest: int = 50
-    """Number of items of the longest history."""
+    """Number of items in the longest history."""
 
     def __post_init__(self) -> None:
         BagsModel.__post_init__(self)
@@ -157,18 +157,18 @@ class SequenceModel(BagsModel):
 
     @property
     def bag_names(self) -> tuple[str, ...]:
-        """The items' features alone."""
+        """Names of the items' features only."""
         return self.item_names
 
     @property
     def tables(self) -> Tables:
-        """The embedding tables as built, that of the histories first."""
+        """The embedding tables as built, the histories' table first."""
         return self._tables(self.bag_names, ("history",))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RandomData:
-    """Batches drawn at random before the run, and used in turn."""
+    """Random batches, drawn before the run and reused in turn."""
 
     random_batches: int = 8
     """Number of distinct batches of each rank."""
@@ -217,8 +217,8 @@ class SequenceData(RandomData):
     """Histories drawn at random."""
 
     full: bool = False
-    """Draw histories of the longest length alone, which lets their input dist be trimmed; otherwise their lengths are
-    uniform from a fifth of it on."""
+    """Draw only histories of the longest length, so that their input dist can be trimmed; otherwise lengths are uniform
+    from a fifth of the longest up to it."""
 
     @property
     def sample_fields(self) -> tuple[str, ...]:
@@ -231,7 +231,7 @@ class ZooOptimizer:
     """Adagrad, row-wise Adagrad or SGD on tables, Adam on dense weights."""
 
     embedding: Literal["adagrad", "rowwise_adagrad", "sgd"] = "adagrad"
-    """Optimizer of the tables. adagrad: element-wise. rowwise_adagrad: one state for each row, from the mean of its
+    """Optimizer of the tables. adagrad: element-wise. rowwise_adagrad: one state per row, from the mean of its
     squared gradients. sgd: no state."""
     learning_rate: float = 0.02
     """Constant learning rate of the tables."""
@@ -245,7 +245,7 @@ class ZooOptimizer:
             value = getattr(self, flag)
             require(
                 2**-126 <= value < 2**128,
-                f"--optimizer.{flag.replace('_', '-')} is {value}: it must be a positive normal number of float32",
+                f"--optimizer.{flag.replace('_', '-')} is {value}: it must be a positive normal float32 number",
             )
 
     @property

@@ -1,4 +1,4 @@
-"""The built-in ladders of the TorchRec models: stock TorchRec, and the drop-in with one switch more on each rung."""
+"""The built-in ladders of the TorchRec models: stock TorchRec, and the drop-in with one more switch on each rung."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -50,9 +50,9 @@ _MAIN = ("stock", "pinned-d2h", "dense-graph", "trim-input-dist", "graph-dists")
 def ladders(for_graphs: tuple[str, ...] = (), whole: str | None = None) -> Mapping[str, tuple[Rung, ...]]:
     """Returns the ladders by name, first rung first.
 
-    for_graphs: flags that a model's data need from the first rung with graphs on. whole: the choice of --cuda-graph
-    with which `main` and `ends` end, where a graph can hold the model's iteration, or may. full: every switch that the
-    others add to; main: those with the largest effect; ends: stock and the best of `main`; same: one rung twice (A/A).
+    for_graphs: flags that a model's data need from the first rung with graphs on. whole: the choice of --cuda-graph at
+    the end of `main` and `ends`, if a graph can, or may, hold the model's iteration. full: all switches, one more per
+    rung; main: those with the largest effect; ends: stock and the best of `main`; same: one rung twice (A/A).
     """
     rungs, flags = [_STOCK], tuple[str, ...]()
     for name, more, note in _STEPS:

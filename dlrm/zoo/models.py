@@ -30,7 +30,7 @@ from dlrm_bench.dlrm.zoo.config import (
 
 @dataclass
 class BagsBatch(FieldBatch):
-    """B samples. dense: fp32 [B, dense_in_features]; bags: ids of all features that have bags; labels: fp32 [B]."""
+    """B samples. dense: fp32 [B, dense_in_features]; bags: ids of all pooled features; labels: fp32 [B]."""
 
     dense: Tensor
     bags: KeyedJaggedTensor
@@ -39,7 +39,7 @@ class BagsBatch(FieldBatch):
 
 @dataclass
 class SequenceBatch(BagsBatch):
-    """Samples with a history each: the key "history"."""
+    """Samples with one history each: the key "history"."""
 
     history: KeyedJaggedTensor
 
@@ -62,7 +62,7 @@ class Trained(nn.Module, ABC):
 
     @abstractmethod
     def compiled(self) -> tuple[nn.Module, ...]:
-        """Returns the parts that torch.compile takes."""
+        """Returns the parts to compile with torch.compile."""
 
 
 class OfTorchRec(Trained):
@@ -73,7 +73,7 @@ class OfTorchRec(Trained):
         self.model, self._ends_in_sigmoid = model, ends_in_sigmoid
 
     def logits(self, batch: BagsBatch) -> Tensor:
-        """Returns logits [B]; for a model that ends in a sigmoid, by its inverse."""
+        """Returns logits [B]; inverts the sigmoid of a model that ends in one."""
         out = self.model(batch.dense, batch.bags).squeeze(-1)
         return out.logit(1e-6) if self._ends_in_sigmoid else out
 
@@ -146,7 +146,7 @@ class Sequence(Trained):
 
 
 def build(config: BagsModel, seed: int) -> Trained:
-    """Returns the model of a configuration, its tables on the meta device; dense weights are drawn by `seed`."""
+    """Returns the model of a configuration, with tables on the meta device and dense weights drawn from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _build(config)

@@ -16,11 +16,11 @@ from dlrm_bench.dlrm.zoo.models import build
 from dlrm_bench.dlrm.zoo.random_dataset import Drawn, RandomDataset, draw_samples
 
 ADAM_STATES = {"step": ".step", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}
-"""Adam's states, with the suffix of their keys after the weight's."""
+"""Adam's states, with the suffix of their keys, appended to the weight's key."""
 
 
 def adam(config: ZooOptimizer) -> Callable[[list[nn.Parameter], Callable[[], Tensor]], GuardedAdam]:
-    """Returns a maker of the dense optimizer; see torchrec_model.MakesOptimizer."""
+    """Returns a factory of the dense optimizer; see torchrec_model.MakesOptimizer."""
 
     def make(parameters: list[nn.Parameter], skip: Callable[[], Tensor]) -> GuardedAdam:
         return GuardedAdam(parameters, skip(), lr=config.dense_learning_rate, betas=(0.9, 0.999), eps=config.eps)
@@ -29,7 +29,7 @@ def adam(config: ZooOptimizer) -> Callable[[list[nn.Parameter], Callable[[], Ten
 
 
 def fresh(drawn: Drawn) -> object:
-    """Returns the batch for one iteration; it may be drawn again later."""
+    """Returns the batch for one iteration, without cached values; it may be used again later."""
     return drawn.batch.untouched()
 
 

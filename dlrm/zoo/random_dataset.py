@@ -21,11 +21,11 @@ class Drawn:
 
 
 Draw = Callable[[int, int, int], Iterator[FieldBatch]]
-"""Yields batches without end, of (rank, number of ranks, local batch size)."""
+"""Yields batches without end, given (rank, number of ranks, local batch size)."""
 
 
 class RandomDataset:
-    """Samples with labels that nothing evaluates."""
+    """Random samples, which cannot be evaluated."""
 
     train_samples: int | None = None
     eval_samples: int = 0
@@ -36,19 +36,19 @@ class RandomDataset:
         self._draw, self._count = draw, count
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Drawn]:
-        """Draws the batches now and yields these same objects in turn without end."""
+        """Draws the batches now and yields these objects in turn without end."""
         drawn = islice(self._draw(rank, world_size, local_batch_size), self._count)
         return cycle([Drawn(batch.pin_memory() if pin else batch, local_batch_size) for batch in drawn])
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Drawn]:
-        """ValueError: random labels have nothing to evaluate."""
-        raise ValueError("batches drawn at random have no evaluation samples: leave --target-auc out")
+        """Raises ValueError: random labels cannot be evaluated."""
+        raise ValueError("random batches have no evaluation samples: leave --target-auc out")
 
 
 def draw_samples(
     model: BagsModel, data: object, seed: int, rank: int, world_size: int, local_batch_size: int
 ) -> Iterator[BagsBatch]:
-    """Yields batches of uniform ids and dense features and labels of a coin, by seed and rank."""
+    """Yields batches of uniform ids and dense features and coin-flip labels, from seed and rank."""
     full = isinstance(data, SequenceData) and data.full
     random = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
     while True:
@@ -56,7 +56,7 @@ def draw_samples(
 
 
 def zeros(model: BagsModel, local_batch_size: int) -> BagsBatch:
-    """Returns a batch of id 0, dense feature 0 and label 0, with full histories."""
+    """Returns a batch with id 0, dense feature 0 and label 0, and full histories."""
     return _batch(model, local_batch_size, None, _lengths(model, local_batch_size, None))
 
 
@@ -65,7 +65,7 @@ def _draw(model: BagsModel, size: int, random: torch.Generator, full: bool) -> B
 
 
 def _lengths(model: BagsModel, size: int, random: torch.Generator | None) -> torch.Tensor:
-    """Returns the lengths of the histories, int32 [B]; without a generator all the longest."""
+    """Returns the lengths of the histories, int32 [B]; without a generator, all are the longest."""
     longest = model.longest_history
     if random is None:
         return torch.full((size,), longest, dtype=torch.int32)

@@ -1,1 +1,1 @@
-"""Times of every kernel beside its plain function: python -m dlrm_bench.kernels.benchmark."""
+"""Benchmark of every kernel against its plain function: python -m dlrm_bench.kernels.benchmark."""

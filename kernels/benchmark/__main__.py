@@ -1,6 +1,6 @@
-"""Times every kernel: python -m dlrm_bench.kernels.benchmark [name ...]. One table; times are of CUDA graph replays.
+"""Times every kernel: python -m dlrm_bench.kernels.benchmark [name ...]. One table, by CUDA graph replay.
 
-Bytes are those that must move: gradient rows once per id, weight and state rows once per distinct id, read and written.
+Bytes are the minimum traffic: gradient rows once per id, weight and state rows once per distinct id, read and written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_s
 from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together, raise_flag
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-PEERS = 4  # ranks whose buffers a kernel of peers' memory reads or writes
+PEERS = 4  # number of ranks whose buffers a peer-memory kernel reads or writes
 BF16 = torch.bfloat16
 
 
@@ -84,7 +84,7 @@ def push_segments_cases() -> Iterator[Case]:
 
 
 def pooled_lookup_cases() -> Iterator[Case]:
-    """Four ranks' outputs are all local here: what NVLink costs is not in these times."""
+    """Yields cases in which all four ranks' outputs are local: the times exclude the cost of NVLink."""
     ranks, columns, device = 4, 64, torch.device("cuda")
     one_very_hot = [(100, HOT_ROWS), (2, 39060), (1, 7122), (1, 17295)]
     rows = [12_000_000, 39060, 17295, 7_424_000, 20265, 3, 7122, 1543, 63, 11_316_796, 2_953_546, 403_346, 10, 2209]
@@ -147,7 +147,7 @@ def cross_cases() -> Iterator[Case]:
 
 
 def fused_cross_cases() -> Iterator[Case]:
-    """Each kernel, and before it the GEMM and the kernel that do the same, where two do."""
+    """Yields each kernel; if it replaces a GEMM and a second kernel, these two come first."""
 
     def in_two_forward(x0: Tensor, x: Tensor, u: Tensor, w: Tensor, bias: Tensor, y: Tensor, out: Tensor) -> None:
         torch.mm(u, w.t(), out=y)
@@ -182,7 +182,7 @@ def fused_cross_cases() -> Iterator[Case]:
 
 
 def in_two(kernel: str, shape: str, moved: float, run: Callable[[], object]) -> Case:
-    """Returns the case that a fused kernel replaces: a GEMM and `kernel`."""
+    """Returns the case that a fused kernel replaces: a GEMM followed by `kernel`."""
     return Case(f"GEMM, {kernel}", shape, moved, run)
 
 
@@ -250,7 +250,7 @@ def flat_adagrad_cases() -> Iterator[Case]:
 
 
 def local_peers(count: int, dtype: torch.dtype) -> PeerTensors:
-    """Returns buffers of this GPU in place of its peers': the kernel's cost without NVLink's limit."""
+    """Returns buffers on this GPU that stand in for its peers': the kernel's cost without NVLink's limit."""
     return PeerTensors([torch.zeros(count, device="cuda", dtype=dtype) for _ in range(PEERS)], 0)
 
 
@@ -354,7 +354,7 @@ CASES = {
 if __name__ == "__main__":
     unknown = [name for name in sys.argv[1:] if name not in CASES]
     if unknown:
-        sys.exit(f"error: no kernel is called {unknown[0]!r}: choose from {', '.join(CASES)}")
+        sys.exit(f"error: there is no kernel {unknown[0]!r}: choose from {', '.join(CASES)}")
     if not torch.cuda.is_available():
-        sys.exit("error: kernels are timed on a CUDA GPU, and there is none here")
+        sys.exit("error: timing kernels needs a CUDA GPU, and this machine has none")
     print_times(CASES, sys.argv[1:])

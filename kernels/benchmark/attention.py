@@ -1,7 +1,7 @@
-"""Times attention, which is bound by products: python -m dlrm_bench.kernels.benchmark.attention.
+"""Times attention, which is compute-bound: python -m dlrm_bench.kernels.benchmark.attention.
 
-TFLOP/s of the kernels that `silu_attention` chooses on this GPU and of its Triton kernels, in turn in one run;
-operations are of keys that rows attend to: two products forward, five backward, however often a kernel computes them.
+Compares TFLOP/s of the kernels that `silu_attention` chooses on this GPU with its Triton kernels, alternating in one
+run. Operations count attended keys only: two products forward and five backward, even if a kernel recomputes some.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dlrm_bench.kernels.dense.silu_attention import (
 HEADS, WIDTH = 4, 128  # MLPerf DLRMv4's
 SAMPLES, LONGEST = 128, 4095
 ROUNDS = 15
-_LEAST_US = 4000  # of a sample
+_LEAST_US = 4000  # minimum duration of a sample
 
 
 def jagged_lengths(samples: int) -> list[int]:
-    """Returns lengths like those of DLRMv4's early batches: mean 2082, root mean square 2302."""
+    """Returns lengths distributed like DLRMv4's early batches: mean 2082, root mean square 2302."""
     generator = torch.Generator().manual_seed(1)
     spread = math.sqrt(2302**2 - 2082**2)
     drawn = 2082 + spread * torch.randn(samples, generator=generator)
@@ -44,7 +44,7 @@ def jagged_lengths(samples: int) -> list[int]:
 
 
 def silu_attention_cases() -> Iterator[Case]:
-    """Four samples of DLRMv4's mean length: bound by products, 14.5 and 36 GFLOP, not by bytes."""
+    """Yields four samples of DLRMv4's mean length: bound by products, 14.5 and 36 GFLOP, not by bytes."""
     q, k, v, grad, dq, dk, dv = torch.randn(7, 4 * 2661, HEADS, WIDTH, device="cuda").bfloat16().unbind()
     of = Sequences(torch.arange(5, device="cuda") * 2661, torch.ones(4, dtype=torch.int64, device="cuda"), 4087)
     yield Case("silu_attention_forward", "4 of 2661", 4 * q.nbytes, partial(silu_attention_forward, q, k, v, of, dq))
@@ -53,7 +53,7 @@ def silu_attention_cases() -> Iterator[Case]:
 
 
 def last_query_attention_cases() -> Iterator[Case]:
-    """Yields keys and values as slices of one projection, as in a layer."""
+    """Yields cases whose keys and values are slices of one projection, as in a layer."""
     for samples in (1024, 128, 16):
         lengths = jagged_lengths(samples)
         keys_and_values = torch.randn(sum(lengths), 2 * HEADS * WIDTH, device="cuda").bfloat16()
@@ -69,8 +69,8 @@ def last_query_attention_cases() -> Iterator[Case]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns order statistics that enclose the values' median with 95 % or more; the least and the greatest of them
-    where no others do."""
+    """Returns order statistics that enclose the values' median with 95 % confidence or more; the minimum and maximum
+    if no narrower pair does."""
     ordered, count = sorted(values), len(values)
     outside, rank = 2.0 ** (1 - count), 0  # both tails
     while rank + 1 < count // 2:
@@ -82,7 +82,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def attention_runs(lengths: Sequence[int]) -> dict[str, tuple[float, dict[str, Callable[[], object]]]]:
-    """Returns by direction the number of operations, and the calls to time by the name of their kernels."""
+    """Returns, by direction, the number of operations and the calls to time by kernel name."""
     tokens = sum(lengths)
     projected = torch.randn(tokens, 4 * HEADS * WIDTH, device="cuda").bfloat16()
     _, v, q, k = (part.unflatten(1, (HEADS, WIDTH)) for part in projected.chunk(4, dim=1))
@@ -90,7 +90,7 @@ def attention_runs(lengths: Sequence[int]) -> dict[str, tuple[float, dict[str, C
     grad, out = torch.randn(2, tokens, HEADS, WIDTH, device="cuda").bfloat16().unbind()
     offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     of = Sequences(offsets, torch.ones(len(lengths), dtype=torch.int64, device="cuda"), LONGEST)
-    product = HEADS * WIDTH * sum(float(length) ** 2 for length in lengths)  # half of 2 L^2 D
+    product = HEADS * WIDTH * sum(float(length) ** 2 for length in lengths)  # half of 2 L^2 D, as it is causal
     forwards = {"triton": triton_silu_attention_forward, "chosen": silu_attention_forward}
     backwards = {"triton": triton_silu_attention_backward, "chosen": silu_attention_backward}
     return {
@@ -100,7 +100,7 @@ def attention_runs(lengths: Sequence[int]) -> dict[str, tuple[float, dict[str, C
 
 
 def time_in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Returns microseconds of each in every round; every other round goes backwards."""
+    """Returns microseconds of each call in every round; every other round runs in reverse order."""
     graphs = {name: captured(run) for name, run in runs.items()}
     repeats = {name: max(1, round(_LEAST_US / replayed_us(graph, 1))) for name, graph in graphs.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -131,5 +131,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        sys.exit("error: kernels are timed on a CUDA GPU, and there is none here")
+        sys.exit("error: timing kernels needs a CUDA GPU, and this machine has none")
     main()

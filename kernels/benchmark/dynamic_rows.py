@@ -1,5 +1,5 @@
-"""Cases of the kernel benchmark for rows that are made when they are first named, as 1,024 samples of DLRMv4 name them
-on one of two ranks: lists of 64,000 sorted rows for two ranks, of which an eighth are new, in a map of a million."""
+"""Benchmark cases for rows that are created when first looked up, as by 1,024 samples of DLRMv4 on one of two ranks:
+lists of 64,000 sorted rows from two ranks, an eighth of them new, in a map of a million ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HELD, _ROWS, _NEW, _COLUMNS, _TABLES = 1_000_000, 64_000, 8_000, 512, 11
 
 
 def _map() -> tuple[IdSlots, Tensor]:
-    """A map of every third id, and the slot of each place."""
+    """Returns a map that holds every third id, and the slot of each place."""
     slots, slot_of = empty_slots(_HELD, torch.device("cuda")), torch.empty(2 * _HELD, dtype=torch.int32, device="cuda")
     places = torch.arange(_HELD, dtype=torch.int32, device="cuda")
     insert_ids(3 * places, places, slots, slot_of)
@@ -25,13 +25,13 @@ def _map() -> tuple[IdSlots, Tensor]:
 
 
 def _insert_and_take_out(ids: Tensor, places: Tensor, slots: IdSlots, slot_of: Tensor, of_new: Tensor) -> None:
-    """Leaves the map as it was, so that every run inserts as many."""
+    """Inserts ids and removes them again, so that every run inserts the same number."""
     insert_ids(ids, places, slots, slot_of)
     slots.ids.index_fill_(0, slot_of[of_new].long(), EMPTY)
 
 
 def id_map_cases() -> Iterator[Case]:
-    """`insert_ids` with what takes the ids out again."""
+    """Yields `insert_ids` together with the removal of the ids that it inserts."""
     slots, slot_of = _map()
     named = torch.randint(_HELD, (_ROWS,), dtype=torch.int32, device="cuda").sort().values
     is_new = torch.arange(_ROWS, device="cuda") % (_ROWS // _NEW) == 0

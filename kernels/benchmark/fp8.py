@@ -1,4 +1,4 @@
-"""The benchmark's cases of products in eight bits, each after the bf16 product that it replaces."""
+"""Benchmark cases for 8-bit products, each after the bf16 product that it replaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlrm_bench.kernels.dense.fp8_copies import fp8_copies, partial_rows
 from dlrm_bench.kernels.dense.fp8_weights import WeightCopies, WeightCopy, fp8_weights
 
 BATCHES = (3456, 512)
-# Products of MLPerf's network: columns, depth, format of the first factor, whether bias and ReLU follow.
+# Products of MLPerf's network: columns, depth, format of the first factor, and whether bias and ReLU follow.
 PRODUCTS = {
     "u": (512, 3456, E4M3, False),
     "du": (512, 3456, E5M2, False),
@@ -69,14 +69,14 @@ def fp8_copies_cases() -> Iterator[Case]:
 
 
 def in_bf16(shape: str, moved: float, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> Case:
-    """Returns the case in bf16 that a product in eight bits replaces."""
+    """Returns the bf16 case that an 8-bit product replaces."""
     if bias is None:
         return Case("GEMM, bf16", shape, moved, partial(torch.mm, a, b.t(), out=out))
     return Case("GEMM, bf16", shape, moved, partial(torch._addmm_activation, bias, a, b.t(), out=out))
 
 
 def fp8_weights_cases() -> Iterator[Case]:
-    """Those of MLPerf's cross network and of its top MLP's first layer."""
+    """Yields the weights of MLPerf's cross network and of its top MLP's first layer."""
     shapes = [(512, 3456), (3456, 512)] * 3 + [(1024, 3456)]
     copies = []
     for rows, columns in shapes:

@@ -1,4 +1,4 @@
-"""Times on a GPU: of work without the launches of the host, and of the host's calls."""
+"""Timing on a GPU: device work without launch overhead, and the host's calls."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ import torch
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Returns a graph of one call of `run`, which has run twice."""
+    """Returns a graph of one call of `run`, captured after two warm-up calls."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -19,7 +19,7 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def replayed_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Returns the microseconds of one replay, of `replays` back to back."""
+    """Returns the mean microseconds of a replay, over `replays` back-to-back replays."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(replays):
@@ -36,8 +36,8 @@ def graph_us(run: Callable[[], object], replays: int = 20, samples: int = 7) -> 
 
 
 def host_us(call: Callable[[], object], calls: int = 1, wait: bool = False) -> float:
-    """Returns the microseconds that the host takes for a call, of `calls` in a row from an idle device on; wait: until
-    the device is idle again."""
+    """Returns the mean host microseconds of a call, over `calls` in a row that start on an idle device. wait: includes
+    the time until the device is idle again."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):

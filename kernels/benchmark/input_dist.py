@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmark for the input dist; those that push are in __main__.py."""
+"""Benchmark cases for the input dist; the push kernels' cases are in __main__.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTabl
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 
 HOT_ROWS = 40_000_000
-ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # MLPerf's tables of multi-hot size 1, but one
+ONE_HOT_ROWS = [17295, 3, 7122, 1543, 63, 10, 4, 976, 14, 108]  # all but one of MLPerf's tables of multi-hot size 1
 
 
 def sort_ids_cases() -> Iterator[Case]:
-    """Half of MLPerf's ids, as on one of two ranks."""
+    """Yields half of MLPerf's ids, as on one of two ranks."""
     for batch in (13824, 1024):
         ids, bags = sorted_ids_case([HOT_ROWS, HOT_ROWS, *ONE_HOT_ROWS], batch, 9)
         table, outs = SortTable(torch.zeros_like(ids), bags, 2 * HOT_ROWS + sum(ONE_HOT_ROWS)), torch.empty(2, len(ids))
@@ -51,7 +51,7 @@ def gather_segments_cases() -> Iterator[Case]:
 
 
 def pick_rows_cases() -> Iterator[Case]:
-    """Yields an eighth of the rows of MLPerf's hottest table, and of six, on one rank of 128 and of eight."""
+    """Yields an eighth of the rows of MLPerf's hottest table and of its six hottest, on a rank of 128 and of 8."""
     for batch, parts in ((512 * 128, 1), (3456 * 8, 2)):
         for hots in ((100,), (100, 27, 12, 7, 3, 10)):
             table = PickTable(tuple(PickedTable(hot, 3, 8, 0) for hot in hots), batch, parts, torch.device("cuda"))
@@ -70,9 +70,9 @@ def pick_rows_cases() -> Iterator[Case]:
 
 
 def fetch_cases() -> Iterator[Case]:
-    """Reads pinned memory of the host: PCIe's limit, not the GPU's memory's."""
+    """Yields reads of pinned host memory: bound by PCIe, not by GPU memory."""
     for batch in (6912, 512):
-        out = torch.empty(batch * 228, dtype=torch.int32, device="cuda")  # a batch of MLPerf's: 912 bytes a sample
+        out = torch.empty(batch * 228, dtype=torch.int32, device="cuda")  # an MLPerf batch: 912 bytes a sample
         source = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         addresses, taken = torch.tensor([source.data_ptr()]).pin_memory(), torch.zeros((), dtype=torch.int64).cuda()
         yield Case(
@@ -81,7 +81,7 @@ def fetch_cases() -> Iterator[Case]:
 
 
 def history_events_cases() -> Iterator[Case]:
-    """Yields histories of 1,024 samples of DLRMv4: neighbours of 85 users, two of three pools full."""
+    """Yields the histories of 1,024 samples of DLRMv4: neighbouring anchors of 85 users, two of three pools full."""
     users, each, pool = 85, 5000, 1362
     pools = torch.randint(0, 3, (users * each,), dtype=torch.int32, device="cuda")
     start = torch.arange(1020, dtype=torch.int32, device="cuda") // 12 * each

@@ -1,5 +1,5 @@
-"""Cases of the kernel benchmark for embeddings of single ids, as 1,024 samples of DLRMv4 name them on one of two ranks:
-461,264 places, of which a third name one of a hundred rows and the others any of 50,000."""
+"""Benchmark cases for unpooled embeddings, as 1,024 samples of DLRMv4 on one of two ranks: 461,264 places, a third of
+which hold one of a hundred rows and the rest any of 50,000."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _in_order(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _distinct() -> tuple[Tensor, DistinctRows]:
-    """Places of keys in order, and the lists of their rows."""
+    """Returns the places of keys in sorted order, and the lists of their distinct rows."""
     ordered, places = _in_order(_keys())
     slots = torch.empty(_PLACES, dtype=torch.int32, device="cuda")
     lists = torch.empty(_OWNERS, _ENTRIES, dtype=torch.int32, device="cuda")
@@ -86,7 +86,7 @@ def distinct_sums_cases() -> Iterator[Case]:
 
 
 def row_wise_adagrad_cases() -> Iterator[Case]:
-    """One rank's update by places, and that of the rows of two lists."""
+    """Yields one rank's update by places, and an update by the rows of two lists."""
     weights = torch.randn(_OWNERS * _ROWS, _COLUMNS, device="cuda")
     state, rate = torch.rand(len(weights), 1, device="cuda"), torch.tensor([1e-6], device="cuda")
     listed = torch.randint(_ROWS, (2 * _DISTINCT // _OWNERS,), device="cuda", dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmark for updates and sums of sorted ids' rows."""
+"""Benchmark cases for updates and sums over the rows of sorted ids."""
 
 from __future__ import annotations
 

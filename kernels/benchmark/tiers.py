@@ -1,5 +1,5 @@
-"""Cases of the kernel benchmark for rows in two tiers of memory: rows of 128 columns and their state, 1 KB each, over
-4 GiB of either tier. Bytes are those that the link to the host moves, in both directions together."""
+"""Benchmark cases for rows in two memory tiers: rows of 128 columns with their state, 1 KB each, in 4 GiB of either
+tier. Bytes are those that cross the link to the host, both directions added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlrm_bench.kernels.embedding.plan_moves import plan_moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows, triton_exchange_rows
 
 _ROWS, _COLUMNS = 1 << 22, 128
-# Missing of 512 and of 6,912 samples a GPU on two, half of the rows on the device, by a simulation.
+# Number of missing rows for 512 and 6,912 samples per GPU on two GPUs, half of the rows on the device, by simulation.
 _MISSING = (1_526, 20_159)
 
 
@@ -31,7 +31,7 @@ def _factors() -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
 
 
 def _beside_products(run: Callable[[], None]) -> None:
-    """Exchanges, and multiplies two pairs of matrices meanwhile (0.55 TFLOP each, some 0.7 ms), which want every
+    """Exchanges rows while two pairs of matrices are multiplied (0.55 TFLOP each, some 0.7 ms), which occupies every
     multiprocessor."""
     a, b, products = _factors()
     products.wait_stream(torch.cuda.current_stream())
@@ -61,8 +61,8 @@ def tiered_rows_cases() -> Iterator[Case]:
 
 
 def plan_moves_cases() -> Iterator[Case]:
-    """Half of 40 million rows on the device; uniform ids of one 20-hot table, of which most are missing at first, and
-    all that find room come to the device with the first replays."""
+    """Yields half of 40 million rows on the device, and uniform ids of one 20-hot table. Most rows are missing at
+    first; all that fit come to the device with the first replays."""
     rows, device_rows, window, halving = 40_000_000, 20_000_000, 1 << 17, 4096
     guests, place = 4 * window, torch.arange(rows + 1, dtype=torch.int32, device="cuda")
     place[-1] = -1
@@ -86,6 +86,6 @@ def plan_moves_cases() -> Iterator[Case]:
     moves = Moves(*slots, *torch.zeros(2, 2, dtype=torch.int32, device="cuda").unbind())
     for batch in (1024, 13_824):
         ids = sorted_ids_case([rows], batch, 20)[0].sort().values
-        # Ids; of each, place, batch and count, the latter two written too.
+        # Per id: the id, place, batch and count; the latter two are also written.
         moved = len(ids) * (4 + 4 + 1 + 1 + 2)
         yield Case("plan_moves", f"{len(ids)} ids, a window of {window}", moved, partial(plan_moves, ids, state, moves))

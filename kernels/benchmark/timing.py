@@ -1,4 +1,4 @@
-"""Times of kernels: the cases of the benchmark, their timing, and the table of all."""
+"""Kernel timing: the benchmark's cases, their timing, and the table that lists them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from dlrm_bench.kernels.benchmark.graph_time import graph_us
 
 _COPIED = 1 << 30
-"""Bytes that the copy reads which rates are compared with: far more than a cache holds."""
+"""Bytes that the reference copy reads: far more than a cache holds."""
 
 
 class Case(NamedTuple):
@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
 
 def sorted_ids_case(tables: list[int], batch: int, hot: int) -> tuple[Tensor, Tensor]:
-    """linear ids and bags, int32: uniform ids of `tables`, each a bag of `hot` per sample."""
+    """Returns linear ids and bags, int32: uniform ids of `tables`, one bag of `hot` ids per table and sample."""
     ids, bags, first_row = [], [], 0
     for table, rows in enumerate(tables):
         ids.append(first_row + torch.randint(rows, (batch * hot,), device="cuda", dtype=torch.int32))
@@ -34,7 +34,7 @@ def sorted_ids_case(tables: list[int], batch: int, hot: int) -> tuple[Tensor, Te
 
 
 def print_times(cases: Mapping[str, Callable[[], Iterator[Case]]], names: Sequence[str]) -> None:
-    """Times the cases of these names, or all, and prints a line for each, beside the rate of a large copy."""
+    """Times the cases of these names, or all, and prints one line each, with its rate relative to a large copy."""
     copy = _copy_rate()
     print(f"{'kernel':20} {'shape':48} {'us':>8} {'GB/s':>7} {'of copy':>8}")
     for name in names or cases:
@@ -48,7 +48,7 @@ def print_times(cases: Mapping[str, Callable[[], Iterator[Case]]], names: Sequen
 
 
 def _copy_rate() -> float:
-    """Returns the bytes a second, read plus written, of an element-wise kernel, which copies faster than the driver."""
+    """Returns bytes per second, read plus written, of an element-wise kernel, which copies faster than the driver."""
     source = torch.zeros(_COPIED // 4, device="cuda")
     target = torch.empty_like(source)
     return 2 * _COPIED / graph_us(lambda: torch.neg(source, out=target)) * 1e6

@@ -1,4 +1,4 @@
-"""Cases of kernels that go over all tokens of DLRMv4's early batches, width 512, bf16, and of the sums they end in."""
+"""Benchmark cases for kernels over all tokens of DLRMv4's early batches, width 512, bf16, and for their final sums."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _counts() -> Iterator[tuple[int, Tensor, str]]:
 
 
 def norm_cases() -> Iterator[Case]:
-    """Backward as a layer has it: with a residual's gradient, and the norm once more."""
+    """Yields the backward as a layer runs it: with a residual's gradient, and the norm recomputed."""
     for count, end, shape in _counts():
         x, grad, residual = (_tokens(count) for _ in range(3))
         weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
@@ -55,7 +55,7 @@ def norm_cases() -> Iterator[Case]:
 
 
 def swish_norm_cases() -> Iterator[Case]:
-    """Yields hidden rows of distinct events: 50 a sample, and 200 where samples are distributed among eight ranks."""
+    """Yields hidden rows of distinct events: 50 per sample, and 200 if samples are spread over eight ranks."""
     for count in (51_200, 204_800):
         x, grad, out = (_tokens(count, _HIDDEN) for _ in range(3))
         (weight, bias), (dweight, dbias) = torch.randn(2, 2, _HIDDEN, device="cuda")
@@ -66,7 +66,7 @@ def swish_norm_cases() -> Iterator[Case]:
 
 
 def gated_norm_cases() -> Iterator[Case]:
-    """u and its gradient are slices of a projection; with and without dropout."""
+    """Yields cases in which u and its gradient are slices of a projection, with and without dropout."""
     for count, end, shape in _counts():
         projected, of_projected, attended, of_attended = (
             _tokens(count, columns) for columns in (4 * WIDTH, 4 * WIDTH, WIDTH, WIDTH)
@@ -85,7 +85,7 @@ def gated_norm_cases() -> Iterator[Case]:
 
 
 def _places(samples: int, events: int) -> TokenPlaces:
-    """Histories of neighbouring anchors: each sample's events are a range of the distinct ones, by time."""
+    """Returns histories of neighbouring anchors: each sample's events are a range of the distinct events, by time."""
     lengths = torch.tensor(jagged_lengths(samples), device="cuda")
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     history = lengths - CONTEXT - 1
@@ -98,8 +98,9 @@ def _places(samples: int, events: int) -> TokenPlaces:
 
 
 def _named() -> Iterator[tuple[int, TokenPlaces, int, str]]:
-    """Yields samples, places, rows, and the name of these. Events: 50 a sample, and 132 where eight ranks have every
-    eighth sample of made data; those have 29 items a sample, and name 40 of the 87 rows of item and action."""
+    """Yields number of samples, places, number of rows, and the rows' name. Events: 50 per sample, and 132 if each of
+    eight ranks has every eighth sample of generated data, which has 29 items per sample and uses 40 of the 87 rows of
+    item and action."""
     for samples, each in (*((of, 50) for of in _SAMPLES), (_SAMPLES[0], 132)):
         yield samples, _places(samples, each * samples), (each + 1) * samples, "events"
     samples = _SAMPLES[0]
@@ -109,7 +110,7 @@ def _named() -> Iterator[tuple[int, TokenPlaces, int, str]]:
 
 
 def token_input_cases() -> Iterator[Case]:
-    """Bytes: tokens, rows' numbers of each, and rows of events and weights once."""
+    """Yields cases whose bytes are the tokens, each token's row numbers, and rows of events and weights once."""
     for samples, places, count, named in _named():
         events, context = _tokens(count), _tokens(CONTEXT * samples).view(samples, CONTEXT, WIDTH)
         position, time = torch.randn(POSITIONS, WIDTH, device="cuda"), torch.randn(TIMES, WIDTH, device="cuda")
@@ -125,7 +126,7 @@ def token_input_cases() -> Iterator[Case]:
 
 
 def _keys() -> Iterator[tuple[Tensor, int, str]]:
-    """Yields the number of each token, how many numbers there are, and their name."""
+    """Yields the key of each token, the number of keys, and their name."""
     for _, places, count, named in _named():
         yield places.event, count, named
     for samples in _SAMPLES:
@@ -134,7 +135,7 @@ def _keys() -> Iterator[tuple[Tensor, int, str]]:
 
 
 def sorted_sums_cases() -> Iterator[Case]:
-    """Sums over events, rows of items and buckets of time, whose keys one sort orders before."""
+    """Yields sums over events, item rows and time buckets, with keys sorted beforehand by one sort."""
     for numbers, count, name in _keys():
         rows, out = _tokens(len(numbers)), torch.empty(count, WIDTH, device="cuda")
         shape, size = f"{len(rows)} tokens to {count} {name}", rows.nbytes + 12 * len(rows) + out.nbytes
@@ -149,7 +150,7 @@ def sorted_sums_cases() -> Iterator[Case]:
 
 
 def zero_tail_cases() -> Iterator[Case]:
-    """Yields a capacity of which five percent of tokens are unused, and a full one."""
+    """Yields a buffer with five percent of its tokens unused, and a full one."""
     out = _tokens(2_131_968)
     for share in (0.95, 1.0):
         end = torch.tensor([int(len(out) * share)], device="cuda")
@@ -165,7 +166,7 @@ def column_sums_cases() -> Iterator[Case]:
 
 
 def flat_adam_cases() -> Iterator[Case]:
-    """Yields the update of DLRMv4's dense weights; its norm reads the gradient once more."""
+    """Yields the update of DLRMv4's dense weights; its norm reads the gradient a second time."""
     count = 15_200_000
     weights, mean, square, gradient = torch.rand(4, count, device="cuda").unbind()
     state = AdamState(torch.zeros(1, device="cuda"), mean, square)

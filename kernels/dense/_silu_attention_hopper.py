@@ -19,11 +19,11 @@ FORWARD, KEY, QUERY = range(3)
 WIDTH = 128
 """Width of heads."""
 PIECE = 64
-"""Rows, and keys, of what the backward stores of the scores' gradients."""
+"""Rows, and keys, of a stored piece of the scores' gradients in the backward pass."""
 PIECE_BYTES = PIECE * PIECE * 2
 _X_ROWS, _THREADS = 128, 384
 _Y_ROWS = {FORWARD: 128, KEY: 64, QUERY: 64}
-_SHARED_BYTES = 224 * 1024 + 1024 + 256  # tiles, what aligns them, barriers and items
+_SHARED_BYTES = 224 * 1024 + 1024 + 256  # tiles, their alignment, barriers and items
 
 
 class ItemsArguments(ctypes.Structure):
@@ -52,9 +52,9 @@ class Arguments(ctypes.Structure):
 
 
 class Work(NamedTuple):
-    """Work of all kernels of a pass.
+    """Work list of all kernels of a pass.
 
-    items: int32 [at most, 8], tiles of all sequences and heads; first: int32 [passes + 1], index of each pass's first
+    items: int32 [capacity, 8], tiles of all sequences and heads; first: int32 [passes + 1], index of each pass's first
     item, then the number of items; taken: int32 [passes, 2], zeros; pass_pieces: number of pieces that begin in a pass.
     """
 
@@ -77,7 +77,7 @@ def _items_kernel(device: torch.device) -> Kernel:
 
 
 def pieces_at_most(q: Tensor, targets: Tensor, max_length: int) -> int:
-    """Returns how many pieces sequences that are not longer than max_length can have, their lengths being unknown."""
+    """Returns the largest number of pieces for sequences no longer than max_length, whose lengths are unknown."""
     rows = cdiv(max_length, PIECE)
     return q.shape[1] * (cdiv(len(q), PIECE) + len(targets)) * (rows + 1) // 2
 
@@ -85,7 +85,7 @@ def pieces_at_most(q: Tensor, targets: Tensor, max_length: int) -> int:
 def list_items(
     q: Tensor, offsets: Tensor, targets: Tensor, max_length: int, passes: int = 1, pass_pieces: int = 2**31 - 1
 ) -> Work:
-    """Lists the tiles of q, [T, H, D], and shares them out among passes."""
+    """Lists the tiles of q, [T, H, D], and divides them among passes."""
     heads, device = q.shape[1], q.device
     assert pieces_at_most(q, targets, max_length) < 2**31, "items count pieces of 64 rows and keys in 32 bits"
     at_most = (cdiv(len(q), _X_ROWS) + len(targets)) * heads
@@ -100,8 +100,8 @@ def list_items(
 def arguments_of(
     mode: int, xs: Sequence[Tensor], ys: Sequence[Tensor], outputs: Sequence[Tensor], scales: Sequence[float]
 ) -> Arguments:
-    """Returns a kernel's arguments but for its work. xs, ys, outputs: what silu_attention.cu calls so, [T, H, D];
-    scales: of outputs."""
+    """Returns a kernel's arguments except its work list. xs, ys, outputs: named as in silu_attention.cu, [T, H, D];
+    scales: factors of the outputs."""
     return Arguments(
         x=(TensorMap * 2)(*(tensor_map(x.flatten(1), _X_ROWS, 64) for x in xs)),
         y=(TensorMap * 2)(*(tensor_map(y.flatten(1), _Y_ROWS[mode], 64) for y in ys)),
@@ -113,11 +113,11 @@ def arguments_of(
 
 
 def launch(mode: int, arguments: Arguments, work: Work, number: int = 0, pieces: Tensor | None = None) -> None:
-    """Launches a mode's kernel on the items of a pass, by its number. pieces: bf16, memory for those of a pass."""
+    """Launches a mode's kernel on the items of pass `number`. pieces: bf16, memory for that pass's pieces."""
     arguments.items = work.items.data_ptr()
     arguments.range = work.first[number:].data_ptr()
     arguments.taken = work.taken[number, int(mode == QUERY) :].data_ptr()
-    if pieces is not None:  # items count them through all passes
+    if pieces is not None:  # items number pieces through all passes
         arguments.pieces = pieces.data_ptr() - number * work.pass_pieces * PIECE_BYTES
     device = work.items.device
     _kernel(mode, device).launch(min(multiprocessors(device), len(work.items)), arguments)

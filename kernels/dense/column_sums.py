@@ -1,4 +1,4 @@
-"""The second stage of column sums: rows of partial sums to one row, without atomics: equal inputs give equal bits."""
+"""Second stage of column sums: adds rows of partial sums into one row, without atomics: equal inputs, equal bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dlrm_bench.kernels._triton import cdiv, jit, tl
 
 
 def column_sums(partials: Tensor, out: Tensor) -> None:
-    """out = partials.sum(0). partials: fp32 [rows, columns], contiguous; out: bf16 or fp32 [columns]."""
+    """Computes out = partials.sum(0). partials: fp32 [rows, columns], contiguous; out: bf16 or fp32 [columns]."""
     assert partials.is_contiguous() and out.shape == partials.shape[1:], "partials: [rows, columns], out: [columns]"
     sums = triton_column_sums if partials.is_cuda else plain_column_sums
     sums(partials, out)
@@ -27,7 +27,7 @@ def triton_column_sums(partials: Tensor, out: Tensor) -> None:
 
 @jit
 def sum_columns(partials, column, rows: tl.constexpr, columns, block_rows: tl.constexpr, block_columns: tl.constexpr):
-    """fp32 [block_columns]: the sums of these columns, rows in their order by blocks."""
+    """Returns the sums of these columns, fp32 [block_columns], adding rows in order, block by block."""
     total = tl.zeros([block_rows, block_columns], tl.float32)
     for start in range(0, rows, block_rows):
         row = start + tl.arange(0, block_rows)[:, None]

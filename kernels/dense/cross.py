@@ -1,6 +1,6 @@
-"""The element-wise parts of the low-rank cross layer x' = x0 * (y + b) + x, whose y = W (V x) two GEMMs compute.
+"""Element-wise parts of the low-rank cross layer x' = x0 * (y + b) + x; two GEMMs compute its y = W (V x).
 
-On Hopper GPUs kernels.dense.fused_cross has all but the backward of the last layer's output in the products' epilogues.
+On Hopper GPUs, kernels.dense.fused_cross fuses them into the products' epilogues, except the last layer's backward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 
-# One program's block, forward and backward: the fastest on an H200 at 512 and 3456 samples.
+# Block of one program, forward and backward: the fastest on an H200 at 512 and 3456 samples.
 _ROWS, _COLUMNS = 8, 256
 _BACKWARD_ROWS, _BACKWARD_COLUMNS = 32, 64
 
@@ -53,9 +53,9 @@ class CrossForward(NamedTuple):
 
 
 class CrossBackward(NamedTuple):
-    """Writes, for g = dL/dx', dy = g * x0 and dx0 = g * (y + bias), and the bias' gradient as partial sums.
+    """Computes, for g = dL/dx', dy = g * x0 and dx0 = g * (y + bias), and the bias gradient as partial sums.
 
-    The gradient to x through the sum is g itself. Only in the first layer, whose x is x0, it is added to dx0 here.
+    The gradient of x through the residual is g itself. Only the first layer, whose x is x0, adds it to dx0 here.
     Computed in fp32. Width a multiple of 8. Matrices are bf16 or fp32 [batch, width], contiguous.
     """
 
@@ -68,10 +68,10 @@ class CrossBackward(NamedTuple):
     """May be g or y."""
     dx0: Tensor
     partials: Tensor
-    """fp32 [partial_rows(batch), width], overwritten: partial column sums of dy, before it is rounded. `column_sums` of
-    these is the bias' gradient."""
+    """fp32 [partial_rows(batch), width], overwritten: partial column sums of dy before rounding. Their `column_sums`
+    is the bias gradient."""
     accumulate: bool
-    """Whether dx0 is added to, and not overwritten."""
+    """Whether to add to dx0 instead of overwriting it."""
     first_layer: bool = False
 
     def launch(self) -> None:
@@ -97,7 +97,7 @@ class CrossBackward(NamedTuple):
 
 
 class CrossOutputBackward(NamedTuple):
-    """Computes dy = g * x0 and `partials` of `CrossBackward` alone, with the same arguments."""
+    """Computes only dy = g * x0 and `partials` of `CrossBackward`, from the same arguments."""
 
     g: Tensor
     x0: Tensor
@@ -120,7 +120,7 @@ class CrossOutputBackward(NamedTuple):
         """Computes dy in one kernel."""
         batch, width = self.g.shape
         grid = (cdiv(width, _BACKWARD_COLUMNS), len(self.partials))
-        # 16 bytes of four rows a thread: a seventh faster than of two.
+        # Accesses of 16 bytes over four rows per thread: a seventh faster than over two.
         _cross_output_backward_kernel[grid](*self, batch, width, _BACKWARD_ROWS, _BACKWARD_COLUMNS, num_warps=2)
 
 

@@ -1,4 +1,4 @@
-"""Adagrad over one flat buffer of dense weights, the working copy written in the same pass."""
+"""Adagrad over one flat buffer of dense weights, which writes the working copy in the same pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BLOCK = 2048
 
 
 class FlatAdagrad(NamedTuple):
-    """state += grad^2; master -= lr * grad / (sqrt(state) + eps); working = master, rounded. In place.
+    """Updates in place: state += grad^2; master -= lr * grad / (sqrt(state) + eps); working = master, rounded.
 
-    All tensors are contiguous; best 16-byte aligned, with n a multiple of 16.
+    All tensors are contiguous; fastest if 16-byte aligned with n a multiple of 16.
     """
 
     master: Tensor
@@ -82,7 +82,7 @@ def _flat_adagrad_kernel(
     s = tl.load(state + at, mask) + g * g
     w = tl.load(master + at, mask) - tl.div_rn(tl.load(learning_rate) * g, tl.sqrt_rn(s) + eps)
     if flags:
-        whole = s < float("inf")  # false for NaN too, and s is never less than 0
+        whole = s < float("inf")  # false for NaN too; s is never negative
         tl.store(bad + at * 0, at * 0 + 1, mask & (whole == 0))
         mask = mask & whole
     tl.store(state + at, s, mask)

@@ -1,4 +1,4 @@
-"""Adam over one flat buffer of dense weights, its gradient shortened to a norm, all of it where a graph may hold it."""
+"""Adam over one flat buffer of dense weights, with gradient clipping by norm; can be captured into a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BLOCK = 2048
 
 
 class AdamState(NamedTuple):
-    """Adam's state beside weights [n]; all fp32."""
+    """Adam's state for weights [n]; all fp32."""
 
     step: Tensor
-    """[1], steps so far."""
+    """[1], number of steps taken."""
     mean: Tensor
-    """[n], of gradients."""
+    """[n], running mean of gradients."""
     mean_square: Tensor
-    """[n]"""
+    """[n], running mean of squared gradients."""
 
 
 class AdamOptions(NamedTuple):
@@ -30,7 +30,7 @@ class AdamOptions(NamedTuple):
     betas: tuple[float, float]
     eps: float
     clip_norm: float
-    """Longest norm of the gradient; 0 for any."""
+    """Maximum norm of the gradient; 0 disables clipping."""
 
 
 def flat_adam(
@@ -42,12 +42,12 @@ def flat_adam(
     options: AdamOptions,
     watch: Watch,
 ) -> None:
-    """One step of torch.optim.Adam on all weights, in place, by gradient / parts, whose norm torch.nn.utils.
-    clip_grad_norm_ has shortened. Nothing waits for the device.
+    """Takes one step of torch.optim.Adam on all weights, in place, with gradient / parts clipped as by torch.nn.utils.
+    clip_grad_norm_. Nothing waits for the device.
 
     weights, gradient: fp32 [n], contiguous. learning_rate: fp32, one element, on the device. watch: see non_finite.py;
-    where a flag is raised, or the gradient's norm is not finite, which `bad` is then told, nothing changes, the step
-    neither.
+    if a flag is raised or the gradient's norm is not finite, nothing changes, not even the step; a non-finite norm is
+    reported in `bad`.
     """
     assert weights.dtype == gradient.dtype == torch.float32, "weights and gradient: fp32"
     assert weights.shape == gradient.shape == state.mean.shape == state.mean_square.shape, "flat buffers: [n]"
@@ -60,7 +60,7 @@ def flat_adam(
     shortened = torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0) if options.clip_norm else torch.ones_like(norm)
     # 1 - 0.999 has five digits in fp32.
     of_mean, of_square = ((1 - beta ** state.step.double()).float() for beta in options.betas)
-    # The kernel's input: what to do, the gradient's factor, and the two of the step.
+    # The kernel's input: whether to update, the gradient's factor, and two factors that depend on the step.
     of_step = ((learning_rate / of_mean)[0], of_square[0].sqrt())
     numbers = torch.stack([goes.float(), shortened / parts, *of_step, (bad & ~stopped).float()])
     update = triton_flat_adam if weights.is_cuda else plain_flat_adam
@@ -70,10 +70,10 @@ def flat_adam(
 def plain_flat_adam(
     weights: Tensor, state: AdamState, gradient: Tensor, numbers: Tensor, options: AdamOptions, bad: Tensor
 ) -> None:
-    """The pass of `flat_adam` over all weights, in PyTorch.
+    """Runs the pass of `flat_adam` over all weights, in PyTorch.
 
-    numbers: fp32 [5], whether anything changes, the gradient's factor, rate / (1 - beta^step) and the root of 1 -
-    beta^step, of the mean and of the mean square, and whether `bad`, see Watch, is set.
+    numbers: fp32 [5]: whether to update, the gradient's factor, rate / (1 - beta^step) for the mean, the square root of
+    1 - beta^step for the mean square, and whether to set `bad`, see Watch.
     """
     goes, factor, rate, root, is_bad = numbers.unbind()
     torch.maximum(bad, is_bad.long(), out=bad)
@@ -89,7 +89,7 @@ def plain_flat_adam(
 def triton_flat_adam(
     weights: Tensor, state: AdamState, gradient: Tensor, numbers: Tensor, options: AdamOptions, bad: Tensor
 ) -> None:
-    """Computes `plain_flat_adam` in one kernel, which writes `bad` only to set it: a table's update beside it may."""
+    """Computes `plain_flat_adam` in one kernel. It writes `bad` only to set it: a concurrent table update may too."""
     if weights.numel():
         (of_mean, of_square), eps = options.betas, options.eps
         tensors = (weights, state.mean, state.mean_square, gradient, numbers, bad)

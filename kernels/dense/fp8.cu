@@ -1,11 +1,11 @@
-// A product of two matrices in eight bits, for Hopper (sm_90a); see fp8.py.
+// A product of two 8-bit matrices, for Hopper (sm_90a); see fp8.py.
 //
 // out = (a @ b.T) * unscale, with RELU relu(that + bias); a: [batch, depth], b: [width, depth]; out: bf16
-// [batch, width], or times scale in eight bits, as it is and transposed. One block has one tile of 128 x 128: two
-// warpgroups multiply 64 rows of it each, a warp brings the factors. The multipliers add up with some 14 bits of
-// mantissa, so what they add up over a depth of PROMOTE * 128 is added to a sum in fp32.
+// [batch, width], or scaled 8-bit values, plain and transposed. One block computes one tile of 128 x 128: each of two
+// warpgroups multiplies 64 of its rows, one warp loads the factors. The tensor cores accumulate with some 14 bits of
+// mantissa, so their sum over a depth of PROMOTE * 128 is added to an fp32 sum.
 //
-// Given on the command line: FACTOR and OUTPUT, the formats of a and of the output, and RELU. b is in e4m3.
+// Macros: FACTOR and OUTPUT, the formats of a and of the output, and RELU. b is in e4m3.
 
 #include "hopper.cuh"
 
@@ -36,7 +36,7 @@ struct Memory {  // addresses in shared memory
   }
 };
 
-// One thread's.
+// Called by one thread.
 __device__ void bring_factors(const Arguments& p, const Memory& memory, int row, int column) {
   for (int k = 0; k < p.steps; ++k) {
     const int stage = k % STAGES, round = k / STAGES;
@@ -50,7 +50,7 @@ __device__ void bring_factors(const Arguments& p, const Memory& memory, int row,
 
 __device__ void consume(const Arguments& p, const Memory& memory, int consumer, int first_row, int first_column) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const u32 own = memory.a + consumer * FACTOR_BYTES / 2;  // the first stage's rows of a that only these warps read
+  const u32 own = memory.a + consumer * FACTOR_BYTES / 2;  // rows of a in the first stage that only these warps read
   float total[64], acc[64];
 #pragma unroll
   for (float& sum : total) sum = 0;
@@ -73,9 +73,9 @@ __device__ void consume(const Arguments& p, const Memory& memory, int consumer, 
       for (int i = 0; i < 64; ++i) total[i] += acc[i];
     }
   }
-  // The transposed output's pieces take the place of rows of a, which all four warps are through with here.
+  // The transposed output's pieces overwrite rows of a, which all four warps have finished reading here.
   if (OUT_FORMAT != BF16) asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory");
-  // The lane's row of the four 8 x 8 blocks that an instruction moves: the warp's 16 rows, two blocks of columns.
+  // The lane's row of the four 8 x 8 blocks that an instruction moves: the warp's 16 rows, two column blocks.
   const u32 at = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -87,7 +87,7 @@ __device__ void consume(const Arguments& p, const Memory& memory, int consumer, 
       if (RELU) {
         const int column = first_column + half * 64 + i / 2 * 8 + lane % 4 * 2;
         const u32 bias = column < p.width ? __ldg(reinterpret_cast<const u32*>(p.bias + column)) : 0;
-        // Not fmaxf, which makes a number of NaN.
+        // Not fmaxf, which turns NaN into a number.
         one += low(bias), one = one < 0 ? 0 : one;
         other += high(bias), other = other < 0 ? 0 : other;
       }

@@ -1,11 +1,11 @@
-"""Products of matrices in eight bits, for Hopper GPUs.
+"""8-bit matrix products, for Hopper GPUs.
 
-They take both factors with the summed dimension last, so a matrix that is summed over its columns in one product and
-over the batch in another is stored twice, as it is and transposed.
+The instructions take both factors with the summed dimension last. A matrix that one product sums over its columns and
+another over the batch is therefore stored twice, plain and transposed.
 
-A scale is a constant, so nothing has to be measured before a factor is written: e4m3 has 18 powers of two, from its
-smallest number to 448, and e5m2 has 32. A number that is too large becomes the largest number of its sign, Infinity
-too, and is counted where there is a tally.
+Scales are constants, so nothing has to be measured before a factor is written: e4m3 covers 18 powers of two, from its
+smallest number to 448, and e5m2 covers 32. A number that is too large, Infinity included, saturates to the largest
+number of its sign, and is counted if there is a tally.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ FORMATS = {torch.bfloat16: 0, E4M3: 1, E5M2: 2}
 
 # As in fp8.cu.
 _TILE, _DEPTH, _THREADS = 128, 128, 384
-# Alignment; six stages of both factors, two warpgroups' outputs; barriers.
+# Alignment; six stages of both factors, outputs of two warpgroups; barriers.
 _SHARED_BYTES = 1024 + 6 * 2 * 16384 + 4 * 8192 + 256
 _SOURCE = Path(__file__).with_suffix(".cu")
 
-# Order of samples in a transposed matrix: that of an accumulator's fragment, where one lane has the rows r and r + 8.
-# Both factors of a sum over the batch have it.
+# Order of samples in a transposed matrix: that of an accumulator fragment, where one lane holds rows r and r + 8. Both
+# factors of a sum over the batch use this order.
 _GROUP = 16
 
 
 class Fp8(NamedTuple):
-    """A matrix in eight bits."""
+    """An 8-bit matrix."""
 
     values: Tensor
-    """e4m3 or e5m2: the numbers times `scale`. Contiguous, but for rows of a part of a batch, which may be strided."""
+    """e4m3 or e5m2: the numbers times `scale`. Contiguous, except that rows of a part of a batch may be strided."""
     scale: float
     """A power of two."""
     tally: Tensor | None = None
-    """int64 [2] or None: rounding to `values` adds the number of finite numbers that were too large, which became the
-    largest, and of those that were not finite."""
+    """int64 [2] or None. Rounding to `values` adds the number of finite numbers that were too large (and saturated),
+    and the number of non-finite ones."""
 
     def rows(self, rows: slice) -> Fp8:
         """Returns these rows, in the same memory."""
@@ -57,7 +57,7 @@ class Fp8(NamedTuple):
         return self.values.float() / self.scale
 
     def take(self, x: Tensor) -> None:
-        """Rounds x, of any format, in PyTorch; NaN stays NaN."""
+        """Rounds x, of any format, to `values`, in PyTorch; NaN stays NaN."""
         largest, x = torch.finfo(self.values.dtype).max, x.float()
         self.values.copy_((x * self.scale).clamp(-largest, largest))
         if self.tally is not None:
@@ -65,8 +65,8 @@ class Fp8(NamedTuple):
             self.tally.add_(torch.stack([(finite & ((x * self.scale).abs() > largest)).sum(), (~finite).sum()]))
 
     def tallied(self) -> tuple[int | None, int]:
-        """Returns for kernels where they count, and the bits of the largest bf16 number that is not too large; with
-        nowhere to count no number is."""
+        """Returns, for kernels, the tally's address and the bits of the largest bf16 number that is not too large;
+        without a tally, a limit that no number exceeds."""
         if self.tally is None:
             return None, 0xFFFF
         largest = torch.finfo(self.values.dtype).max / self.scale  # exact: scales are powers of two
@@ -74,15 +74,15 @@ class Fp8(NamedTuple):
 
 
 class Fp8Pair(NamedTuple):
-    """A matrix of a batch in eight bits, for products over its columns and for products over the batch."""
+    """An 8-bit matrix of a batch, for products over its columns and for products over the batch."""
 
     plain: Fp8
     """[batch, columns]; batch: a multiple of 16."""
     transposed: Fp8
-    """[columns, batch], of every 16 samples in the order 0, 8, 1, 9, ... 7, 15."""
+    """[columns, batch]; each group of 16 samples is stored in the order 0, 8, 1, 9, ... 7, 15."""
 
     def rows(self, rows: slice) -> Fp8Pair:
-        """Returns these samples, whole groups of 16, in the same memory."""
+        """Returns these samples, in whole groups of 16, in the same memory."""
         plain, transposed = self
         return Fp8Pair(plain.rows(rows), Fp8(transposed.values[:, rows], transposed.scale))
 
@@ -94,46 +94,46 @@ class Fp8Pair(NamedTuple):
         self.transposed.values.view(torch.uint8).copy_(groups.reshape(values.shape).t())
 
     def addresses(self) -> tuple[int, int]:
-        """Returns those of both, for kernels."""
+        """Returns the addresses of both matrices, for kernels."""
         return self.plain.values.data_ptr(), self.transposed.values.data_ptr()
 
 
 def empty(rows: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device) -> Fp8:
-    """Returns memory for a matrix, all zeros."""
+    """Returns a zeroed matrix."""
     return Fp8(torch.zeros(rows, columns, dtype=dtype, device=device), scale)
 
 
 def empty_pair(
     batch: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device, tally: Tensor | None = None
 ) -> Fp8Pair:
-    """Returns memory for a matrix of a batch and its transpose, all zeros. tally: see Fp8; the pair counts once."""
+    """Returns a zeroed matrix of a batch and its transpose. tally: see Fp8; the pair counts each number once."""
     plain, transposed = (empty(*size, dtype, scale, device) for size in ((batch, columns), (columns, batch)))
     return Fp8Pair(plain._replace(tally=tally), transposed)
 
 
 def applies(device: torch.device) -> bool:
-    """Whether the GPU has the kernels' instructions. The plain functions take all."""
+    """Whether the GPU has the kernels' instructions. The plain functions run anywhere."""
     return device.type == "cuda" and available()
 
 
 def check_pair(pair: Fp8Pair, batch: int, columns: int) -> None:
-    """Asserts what kernels that write pairs rely on."""
+    """Asserts the requirements of kernels that write pairs."""
     plain, transposed = pair.plain.values, pair.transposed.values
     assert plain.shape == (batch, columns) and transposed.shape == (columns, batch), "[batch, columns], and transposed"
-    assert batch % _GROUP == 0 and columns % 16 == 0, "a batch and columns of multiples of 16"
+    assert batch % _GROUP == 0 and columns % 16 == 0, "batch and columns: multiples of 16"
     assert plain.is_contiguous() and transposed.stride(1) == 1, "contiguous rows"
     assert transposed.stride(0) % 16 == 0 and transposed.data_ptr() % 16 == 0, "16-byte aligned"
     assert plain.dtype == transposed.dtype and pair.plain.scale == pair.transposed.scale, "one format, one scale"
 
 
 def fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None, exact: bool = False) -> None:
-    """out = a @ b.T, or relu(a @ b.T + relu_bias).
+    """Computes out = a @ b.T, or relu(a @ b.T + relu_bias).
 
-    a: e4m3 or e5m2 [rows, depth]; b: e4m3 [columns, depth]; out: bf16 (on CPUs also fp32) [rows, columns], or of this
-    shape in eight bits, from values that are rounded to bf16 first; relu_bias: [columns]. All contiguous, depth and
-    columns multiples of 16. On GPUs sums over 512 have some 14 bits, and are added up in fp32; those of cuBLAS, which
-    computes products to bf16 without a bias, are of any depth, but with `exact`, for these products only, of no more
-    than 128.
+    a: e4m3 or e5m2 [rows, depth]; b: e4m3 [columns, depth]; out: bf16 (on CPUs also fp32) [rows, columns], or an 8-bit
+    matrix of this shape, from values rounded to bf16 first; relu_bias: [columns]. All contiguous, depth and columns
+    multiples of 16. On GPUs, partial sums over a depth of 512 have some 14 bits and are added in fp32. cuBLAS, which
+    computes products to bf16 without a bias, accumulates any depth that way; with `exact`, which only these products
+    take, at most 128.
     """
     rows, columns = len(a.values), len(b.values)
     assert b.values.dtype == E4M3 and a.values.shape[1] % 16 == 0 and columns % 16 == 0, "b: e4m3, aligned"
@@ -151,7 +151,7 @@ def fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None 
         fast = not exact
         torch._scaled_mm(a.values, b.values.t(), scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
     else:
-        assert not exact, "exact: of bf16 without a bias only"
+        assert not exact, "exact: for bf16 outputs without a bias only"
         cuda_fp8_product(a, b, out, relu_bias)
 
 

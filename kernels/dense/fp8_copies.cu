@@ -1,11 +1,11 @@
-// Matrices in eight bits, as they are and transposed, for Hopper (sm_90a); see fp8_copies.py.
+// 8-bit matrices, plain and transposed, for Hopper (sm_90a); see fp8_copies.py.
 //
-// Of bf16 matrices [batch, width]: x, or with MASK x but for 0 where mask <= 0, and its column sums.
+// Input: bf16 matrices [batch, width]: x, or with MASK x zeroed where mask <= 0, and its column sums.
 //
-// A warp has a tile of 64 rows and 64 columns, a lane 16 rows and 8 columns of it: their bytes are 16 of each column,
-// in the order of hopper.cuh's transposed pieces, and no lane needs another's but for the sums.
+// A warp has a tile of 64 rows and 64 columns, a lane 16 rows and 8 columns of it: 16 bytes of each column, in the
+// order of hopper.cuh's transposed pieces. Lanes exchange nothing except for the sums.
 //
-// Given on the command line: MASK and OUTPUT, the format.
+// Macros: MASK, and OUTPUT, the format.
 
 #include "hopper.cuh"
 
@@ -22,11 +22,11 @@ struct Arguments {
   int transposed_stride, batch, width, column_tiles;
 };
 
-__device__ __forceinline__ u32 masked(u32 pair, u32 out) {  // by the backward of a ReLU that left `out`
+__device__ __forceinline__ u32 masked(u32 pair, u32 out) {  // the backward of a ReLU with output `out`
   return (low(out) <= 0 ? 0 : pair & 0xffffu) | (high(out) <= 0 ? 0 : pair & 0xffff0000u);
 }
 
-// Of 16 rows and 8 columns.
+// Counts over 16 rows and 8 columns.
 __device__ void count_beyond(const Arguments& p, int row, int column) {
   Beyond counts;
 #pragma unroll 1
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_copies(const __grid
   const int column = tile % p.column_tiles * TILE + lane % 8 * 8;
   const bool inside = row < p.batch && column < p.width;
   float sums[8];
-  u32 columns[8][4], largest = 0;  // of each the bytes of 16 rows
+  u32 columns[8][4], largest = 0;  // the bytes of 16 rows of each column
 #pragma unroll
   for (float& sum : sums) sum = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Matrices in eight bits, as they are and transposed (kernels.dense.fp8.Fp8Pair), or the backward of a ReLU in them."""
+"""8-bit copies of matrices, plain and transposed (kernels.dense.fp8.Fp8Pair), with an optional ReLU backward."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def partial_rows(batch: int) -> int:
 
 
 def fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Tensor | None = None) -> None:
-    """out = x, but 0 where mask <= 0: the backward of a ReLU whose output is `mask`.
+    """Computes out = x, zeroed where mask <= 0: the backward of a ReLU whose output is `mask`.
 
-    x, mask: bf16 (on CPUs also fp32) [batch, width], contiguous, multiples of 16. partials, with a mask and only there:
-    fp32 [partial_rows(batch), width], overwritten by partial column sums before rounding, a bias' gradient once
-    `column_sums` has added them up.
+    x, mask: bf16 (on CPUs also fp32) [batch, width], contiguous, multiples of 16. partials, given exactly if mask is:
+    fp32 [partial_rows(batch), width], overwritten by partial column sums before rounding; their `column_sums` is a
+    bias gradient.
     """
     batch, width = x.shape
-    assert (mask is None) == (partials is None), "a mask with partials, or neither"
+    assert (mask is None) == (partials is None), "mask and partials: both or neither"
     assert x.is_contiguous() and (mask is None or (mask.shape == x.shape and mask.is_contiguous())), "[batch, width]"
     check_pair(out, batch, width)
     if partials is not None:

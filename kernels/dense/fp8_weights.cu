@@ -1,7 +1,7 @@
-// Weights in eight bits, as they are and transposed, for Hopper (sm_90a); see fp8_weights.py.
+// 8-bit copies of weights, plain and transposed, for Hopper (sm_90a); see fp8_weights.py.
 //
-// A warp has a tile of 64 rows and 64 columns of one weight, a lane 16 rows and 8 columns of it: their bytes are 16 of
-// each column.
+// A warp has a tile of 64 rows and 64 columns of one weight, a lane 16 rows and 8 columns of it: 16 bytes of each
+// column.
 
 #include "hopper.cuh"
 
@@ -11,14 +11,14 @@ struct Tile {
   const u16* weight;
   u8 *plain, *transposed;
   u64* tally;
-  int rows, columns, row, column;  // of the weight; the tile's first ones
+  int rows, columns, row, column;  // size of the weight; the tile's first row and column
 };
 
 struct Arguments {
   const Tile* tiles;
   float scale;
   u32 limit;
-  int count;  // of tiles
+  int count;  // number of tiles
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_weights(const __grid_constant__ Arguments p) {
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fp8_weights(const __gri
   const Tile t = p.tiles[index];
   const int row = t.row + lane / 8 * 16, column = t.column + lane % 8 * 8;
   if (row >= t.rows || column >= t.columns) return;
-  u32 columns[8][4], largest = 0;  // of each the bytes of 16 rows
+  u32 columns[8][4], largest = 0;  // the bytes of 16 rows of each column
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint4 weights[8];

@@ -1,5 +1,5 @@
-"""Weights in eight bits, for the products of kernels.dense.fp8, which take both factors with the summed dimension last:
-as they are for one product, and transposed for another."""
+"""8-bit weights for the products of kernels.dense.fp8, which take both factors with the summed dimension last: stored
+plain for one product and transposed for another."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class WeightCopy(NamedTuple):
     weight: Tensor
     """bf16 (on CPUs also fp32) [rows, columns], contiguous, multiples of 16."""
     plain: Fp8
-    """[rows, columns]; its tally, if any, is the weight's."""
+    """[rows, columns]; its tally, if any, counts the weight's elements once."""
     transposed: Fp8
     """[columns, rows]."""
 
 
 class WeightCopies:
-    """Weights of one network, for one kernel."""
+    """Weights of one network, rounded by one kernel."""
 
     def __init__(self, copies: Sequence[WeightCopy]) -> None:
         """copies: all of one scale, on one device."""
         formats = {t.values.dtype for copy in copies for t in copy[1:]}
-        assert len({t.scale for copy in copies for t in copy[1:]}) == 1 and formats == {E4M3}, "e4m3 of one scale"
-        assert len({copy.plain.tally is None for copy in copies}) == 1, "tallies of all weights, or of none"
+        assert len({t.scale for copy in copies for t in copy[1:]}) == 1 and formats == {E4M3}, "e4m3 with one scale"
+        assert len({copy.plain.tally is None for copy in copies}) == 1, "tallies: for all weights or for none"
         assert all(n % 16 == 0 for copy in copies for n in copy.weight.shape), "rows and columns: multiples of 16"
         assert all(copy.weight.is_contiguous() for copy in copies), "contiguous weights only"
         self.copies, device = copies, copies[0].weight.device
@@ -47,7 +47,7 @@ class WeightCopies:
 
 
 def fp8_weights(weights: WeightCopies) -> None:
-    """Rounds the weights as they are now, to both copies of each."""
+    """Rounds the current weights to both copies of each."""
     copy = plain_fp8_weights if weights.tiles is None else cuda_fp8_weights
     copy(weights)
 
@@ -68,7 +68,7 @@ def cuda_fp8_weights(weights: WeightCopies) -> None:
 
 
 def _tiles(copies: Sequence[WeightCopy]) -> list[list[int]]:
-    """Returns fp8_weights.cu's struct Tile for each warp, in words of 8 bytes."""
+    """Returns fp8_weights.cu's struct Tile for each warp, in 8-byte words."""
     assert all(copy.weight.dtype == torch.bfloat16 for copy in copies), "bf16 weights"
     tiles = []
     for weight, plain, transposed in copies:

@@ -1,4 +1,4 @@
-// The cross network's products with its element-wise parts as their epilogue, for Hopper (sm_90a); see fused_cross.py.
+// The cross network's products with their element-wise parts as epilogues, for Hopper (sm_90a); see fused_cross.py.
 //
 // acc = a @ b, a: [batch, depth], bf16; by MODE, with 2 * PAIRS inputs and 1 or 2 outputs, all bf16 [batch, width]:
 //   FORWARD    in: x0, x          y = acc + bias;  x' = x0 * y + x                           b: [width, depth]
@@ -6,37 +6,36 @@
 //   OUTPUT_BACKWARD  in: x0       g' = acc, and all else as BACKWARD
 //   INPUT      in: g_l, y_l ...   dx0 = acc + g_0 + sum over l of g_l * y_l                  b: [depth, width]
 //
-// One block a multiprocessor goes through a range of tiles of 64 rows and 128 columns, row by row first, so that its
-// 128 columns of b stay in shared memory for nearly all of the range. Two warpgroups take turns: one multiplies while
-// the other is in its epilogue. Two more warps bring tiles by the bulk tensor copy engine, one those of a and b, the
-// other the epilogue's inputs, long before they are needed. Outputs take their inputs' place in shared memory, from
-// where each warp stores its rows in pieces of 128 bytes: the copy engine would do that, too, but the next inputs would
-// wait for it.
+// One block per multiprocessor walks a range of 64 x 128 tiles, row tiles first, so that its 128 columns of b stay in
+// shared memory for nearly the whole range. Two warpgroups alternate: one multiplies while the other runs its epilogue.
+// Two more warps prefetch tiles with the bulk tensor copy engine, one those of a and b, the other the epilogue's
+// inputs. Outputs overwrite their inputs in shared memory, from where each warp stores its rows in pieces of 128 bytes:
+// the copy engine could store them too, but then the next inputs would have to wait.
 //
-// a and b may be in eight bits, b then always [width, depth]: acc is their product times unscale. The second output may
-// be stored times scale in eight bits, as it is and transposed, and then need not be in bf16. y may be in e4m3, in an
-// order that only these kernels read: each tile's halves of 64 columns one after the other, of each half twice 16 bytes
-// of every thread of the warpgroup, as they lie in its accumulator.
+// a and b may be 8-bit, b then always [width, depth]: acc is their product times unscale. The second output may be
+// stored as scaled 8-bit values, plain and transposed, and then need not be stored in bf16. y may be in e4m3, in an
+// order that only these kernels read: each tile's halves of 64 columns one after the other, in each half twice 16 bytes
+// of every thread of the warpgroup, in the order of its accumulator.
 //
-// Given on the command line: MODE, PAIRS, STEPS = ceil(depth / DEPTH), at most 8, SLOTS, the formats FACTORS of a and
-// OUTPUT of the second output's copies (BF16: there are none), KEEPS: whether it is stored in bf16, and TILES: whether
-// y is in e4m3.
+// Macros: MODE, PAIRS, STEPS = ceil(depth / DEPTH), at most 8, SLOTS, the formats FACTORS of a and OUTPUT of the second
+// output's copies (BF16: no copies), KEEPS: whether the second output is stored in bf16, and TILES: whether y is in
+// e4m3.
 
 #include "hopper.cuh"
 
 constexpr int FORWARD = 0, BACKWARD = 1, INPUT = 2, OUTPUT_BACKWARD = 3;
-constexpr int ROWS = 64, COLUMNS = 128, CHUNK = 64;  // of a tile; what one copy brings is at most 64 wide
+constexpr int ROWS = 64, COLUMNS = 128, CHUNK = 64;  // size of a tile; a copy is at most 64 columns wide
 constexpr int A_BYTES = ROWS * CHUNK * 2, B_BYTES = COLUMNS * CHUNK * 2, PIECE = ROWS * CHUNK * 2;
-// Of a; SLOTS of the epilogue's inputs, each for a pair of them. Together with b they fill shared memory. On an H200,
-// at 3456 rows, FORWARD and INPUT of three layers: 36 and 48 us; 40 and 46 with 4 and 4, 38 and 54 with 8 and 2. With
-// factors in eight bits, 4, 6 and 8 slots are equal within 1 us.
+// STAGES buffers for a, and SLOTS for pairs of epilogue inputs. Together with b they fill shared memory. On an H200, at
+// 3456 rows, FORWARD and INPUT of three layers: 36 and 48 us; 40 and 46 with 4 and 4, 38 and 54 with 8 and 2. With
+// 8-bit factors, 4, 6 and 8 slots are equal within 1 us.
 constexpr int MOST_STAGES = FACTORS ? 4 : 6, STAGES = STEPS < MOST_STAGES ? STEPS : MOST_STAGES;
 constexpr Format A_FORMAT = Format(FACTORS), OUT_FORMAT = Format(OUTPUT);
-constexpr int DEPTH = FACTORS ? 128 : 64;  // of what one copy brings
-constexpr int STEPS_OF_EPILOGUE = 2 * PAIRS;  // each for 64 columns and a pair of inputs
+constexpr int DEPTH = FACTORS ? 128 : 64;  // columns of one copy
+constexpr int STEPS_OF_EPILOGUE = 2 * PAIRS;  // each handles 64 columns of a pair of inputs
 constexpr int OUTPUTS = MODE == INPUT ? 1 : 2;
-constexpr int FIRST_INPUT = MODE == OUTPUT_BACKWARD;  // of a pair: this mode has only the second
-constexpr int TILE_BYTES = ROWS * CHUNK;  // of half of y's tile
+constexpr int FIRST_INPUT = MODE == OUTPUT_BACKWARD;  // within a pair: this mode has only the second input
+constexpr int TILE_BYTES = ROWS * CHUNK;  // half of y's tile
 constexpr bool READS_TILES = MODE == INPUT && TILES, WRITES_TILES = MODE == FORWARD && TILES;
 constexpr int INPUT_BYTES = READS_TILES ? PIECE + TILE_BYTES : (2 - FIRST_INPUT) * PIECE;
 constexpr bool HAS_SUMS = MODE == BACKWARD || MODE == OUTPUT_BACKWARD;
@@ -47,11 +46,11 @@ struct Arguments {
   u16* outputs[2];
   const u16* bias;  // of FORWARD
   float* partials;
-  u8 *quantised, *transposed;  // of the second output
-  u8* tiles[PAIRS];  // of y, times tiles_scale; INPUT has its inverse
-  u64 *tally, *tiles_tally;  // of the second output, of y
+  u8 *quantised, *transposed;  // the second output
+  u8* tiles[PAIRS];  // y times tiles_scale; in INPUT, tiles_scale is the inverse
+  u64 *tally, *tiles_tally;  // for the second output, for y
   float scale, unscale, tiles_scale;
-  u32 limit;  // of the second output's numbers
+  u32 limit;  // for the second output's numbers
   int transposed_stride, batch, width, row_tiles, column_tiles, blocks_of_columns;
 };
 
@@ -73,9 +72,9 @@ struct Memory {  // addresses in shared memory: of tiles, then of barriers
   __device__ u32 piece(int slot, int of_pair) const { return pieces + (slot * 2 + of_pair) * PIECE; }
 };
 
-// A block's tiles: those from `begin` to `end` of all, counted row by row in one range of columns after the other.
-// Blocks start in their first range of columns where the others do, so that at any time all of them are at nearly the
-// same rows, or those plus a multiple of what one block does: rows read and written as a whole take 4 % less time.
+// A block's tiles: `begin` to `end` in the order of one column range after another, row by row. A block starts in its
+// first column range at the same phase as the others, so that at any time all blocks are at nearly the same rows, up to
+// a multiple of one block's share: whole rows are read and written together, which takes 4 % less time.
 struct Tiles {
   int row_tiles, begin, end, first_columns, first_row, in_first, shift;
 
@@ -98,9 +97,9 @@ struct Tiles {
   }
 };
 
-// One thread's: the tiles of a, and with the first one of other columns those of b. A stage that is free again says
-// that all products of STAGES steps ago are through: as STAGES is at most STEPS, those of the tile before that read the
-// chunk of b that is overwritten here are among them.
+// Called by one thread: loads the tiles of a, and with the first tile of new columns those of b. A free stage means
+// that all products of STAGES steps ago have finished. As STAGES is at most STEPS, these include the previous tile's
+// products that read the chunk of b that is overwritten here.
 __device__ void bring_factors(const Arguments& p, const Memory& memory, const Tiles& tiles) {
   int step = 0, columns = -1;
   for (int tile = 0; tile < tiles.count(); ++tile) {
@@ -129,7 +128,7 @@ __device__ __forceinline__ u8* y_tile(const Arguments& p, int layer, int row_til
   return p.tiles[layer] + ((u64(row_tile) * p.column_tiles + column_tile) * 2 + half) * TILE_BYTES;
 }
 
-// One thread's: the epilogue's inputs.
+// Called by one thread: loads the epilogue's inputs.
 __device__ void bring_inputs(const Arguments& p, const Memory& memory, const Tiles& tiles) {
   int step = 0;
   for (int tile = 0; tile < tiles.count(); ++tile) {
@@ -148,7 +147,7 @@ __device__ void bring_inputs(const Arguments& p, const Memory& memory, const Til
   }
 }
 
-// Half of the sums of 2 * COUNT blocks of 8 columns, those of the lanes at `distance` added to them.
+// Keeps half of the sums of 2 * COUNT blocks of 8 columns, after adding those of the lanes at `distance`.
 template <int COUNT>
 __device__ __forceinline__ void halve(float (&sums)[16], int lane, int distance) {
   const bool upper = lane & distance;
@@ -159,8 +158,7 @@ __device__ __forceinline__ void halve(float (&sums)[16], int lane, int distance)
   }
 }
 
-// Adds sums over the 16 rows of the warp to `first` and `second`: those of block lane / 4 of 8 columns, and there of
-// the lane's two columns.
+// Adds sums over the warp's 16 rows to `first` and `second`: the lane's two columns of block lane / 4 of 8 columns.
 __device__ __forceinline__ void add_rows(float (&sums)[16], int lane, float& first, float& second) {
   halve<4>(sums, lane, 16);
   halve<2>(sums, lane, 8);
@@ -169,8 +167,8 @@ __device__ __forceinline__ void add_rows(float (&sums)[16], int lane, float& fir
   second += sums[1];
 }
 
-// Column sums of the tiles of one range of columns, each warp's in a row of its own; the last block at these columns
-// zeroes the rows that other columns have more blocks for.
+// Stores column sums of the tiles of one column range, each warp's in a separate row; the last block at these columns
+// zeroes the rows that only other column ranges, with more blocks, need.
 __device__ void store_sums(const Arguments& p, float (&sums)[4], int n, int consumer, int warp, int lane) {
   const int tiles = p.row_tiles * p.column_tiles, blocks = gridDim.x;
   // Of tile t: the last block that begins, at block * tiles / blocks, not after it.
@@ -192,7 +190,7 @@ __host__ __device__ constexpr int greatest_common_divisor(int a, int b) {
   return b == 0 ? a : greatest_common_divisor(b, a % b);
 }
 
-// acc = the block's tile i. FIRST: the stage of its first step, which instructions then have built in.
+// acc = the block's tile i. FIRST: the stage of its first step, a compile-time constant in the instructions.
 template <int FIRST>
 __device__ __forceinline__ void multiply_tile(float (&acc)[64], const Memory& memory, int i, int consumer, int lane) {
   constexpr int APART = greatest_common_divisor(STEPS, STAGES);
@@ -205,7 +203,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[64], const Memory& me
     const int stage = (FIRST + k) % STAGES;
     wait(memory.full + 8 * stage, (i * STEPS + k) / STAGES & 1);
     if (k == STEPS - 1 && lane == 0) arrive(memory.turn + 8 * (1 - consumer));
-    // As in fp8.cu: the compiler sees no other reads and writes of what multiplications under way write.
+    // As in fp8.cu: tells the compiler about reads and writes by multiplications in flight, which it cannot see.
     if (k == 0) keep_in_place(acc);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -225,7 +223,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[64], const Memory& me
   if (lane == 0) arrive(memory.empty + 8 * ((FIRST + STEPS - 1) % STAGES));
 }
 
-// Tallies what e4m3 does not hold of y, of which a lane has pairs of columns: [block of 8 columns][row, row 8 below].
+// Tallies elements of y that e4m3 cannot represent; a lane has column pairs: [block of 8 columns][row, row 8 below].
 __device__ __forceinline__ void count_y(const Arguments& p, const float (&y)[32], int row, int column) {
   if (p.tiles_tally == nullptr) return;
   float largest = 0;
@@ -249,12 +247,12 @@ __device__ __forceinline__ void count_y(const Arguments& p, const float (&y)[32]
 
 __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& tiles, int consumer) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  // Of the lane's row of the four 8 x 8 blocks that an instruction moves: the warp's 16 rows, two blocks of columns.
+  // The lane's row of the four 8 x 8 blocks that an instruction moves: the warp's 16 rows, two column blocks.
   const u32 at = (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
   const float unscale = FACTORS ? p.unscale : 1;
   float acc[64];
   float sums[4] = {0, 0, 0, 0};
-  int columns = tiles.columns(0);  // that `sums` are of
+  int columns = tiles.columns(0);  // the column range that `sums` covers
   for (int i = consumer, round = 0; i < tiles.count(); i += 2, ++round) {
     const int n = tiles.columns(i), first_row = tiles.rows(i) * ROWS;
     if (HAS_SUMS)
@@ -279,8 +277,8 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
         wait(memory.inputs_full + 8 * slot, step / SLOTS & 1);
         const bool last = half * PAIRS + pair == STEPS_OF_EPILOGUE - 1;
         if (last && lane == 0) arrive(memory.epilogue_turn + 8 * (1 - consumer));
-        u32 one[16], other[16];  // pairs of columns: [block][row, row 8 below]
-        u32 eight[8];            // of y, two of these in each
+        u32 one[16], other[16];  // column pairs: [block][row, row 8 below]
+        u32 eight[8];            // y, two of these pairs in each
         if (READS_TILES) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {

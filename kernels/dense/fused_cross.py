@@ -1,10 +1,10 @@
-"""The cross network's width-wide products with its element-wise parts in one kernel each; on Hopper GPUs.
+"""The cross network's wide products, each fused with its element-wise part in one kernel; on Hopper GPUs.
 
-x' = x0 * (y + b) + x with y = u W^T and u = x V^T (dlrm.model.CrossLayer). kernels.dense.cross beside cuBLAS reads and
-writes the matrices of [batch, width] once more than needed, while the multipliers wait.
+x' = x0 * (y + b) + x with y = u W^T and u = x V^T (dlrm.dcnv2.network.CrossLayer). Without fusion, kernels.dense.cross
+and cuBLAS read and write the [batch, width] matrices once more than needed, while the tensor cores wait.
 
-All matrices are bf16. Factors may both be in eight bits (kernels.dense.fp8), each with the summed dimension last; the
-inputs of the next products may then be written in eight bits.
+All matrices are bf16. Both factors may be 8-bit (kernels.dense.fp8), each with the summed dimension last; the inputs of
+the next products may then be written in 8 bits.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from dlrm_bench.kernels.dense.fp8 import FORMATS, Fp8, Fp8Pair, check_pair
 
 # As in fused_cross.cu.
 _ROWS, _COLUMNS, _CHUNK, _MAX_STEPS = 64, 128, 64, 8
-_CHUNK_BYTES = 128  # of the factors' rows
+_CHUNK_BYTES = 128  # of a factor's row
 _FORWARD, _BACKWARD, _INPUT, _OUTPUT_BACKWARD = range(4)
 _THREADS = 384
-# Pairs of the epilogue's inputs in shared memory, beside the factors. The second: in eight bits of up to four steps.
+# Pairs of epilogue inputs in shared memory, beside the factors. The second: for 8-bit factors of up to four steps.
 _SLOTS, _FP8_SLOTS = 3, 6
-# Alignment; six stages of a, eight chunks of b, three slots of a pair of inputs; barriers. In eight bits:
-# four stages, which leaves room for four transposed pieces of 4096 bytes.
+# Alignment; six stages of a, eight chunks of b, three slots for pairs of inputs; barriers. With 8-bit factors: four
+# stages, which leaves room for four transposed pieces of 4096 bytes.
 _SHARED_BYTES = 1024 + 6 * 8192 + 8 * 16384 + 3 * 2 * 8192 + 256
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 Factor = Tensor | Fp8
-"""A factor of a product: bf16, or in eight bits."""
+"""A factor of a product: bf16, or 8-bit."""
 Y = Tensor | Fp8
-"""bf16 [batch, width], or in e4m3 as `empty_y` makes it."""
+"""bf16 [batch, width], or e4m3 in the layout of `empty_y`."""
 
 
 def applies(batch: int, width: int, depth: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels take matrices of these sizes; the plain functions take all."""
+    """Whether the kernels support matrices of these sizes; the plain functions take all."""
     aligned = width % 8 == 0 and depth % 8 == 0
     return batch > 0 and aligned and depth <= _CHUNK * _MAX_STEPS and dtype == torch.bfloat16 and _on_hopper(device)
 
@@ -52,9 +52,9 @@ def _on_hopper(device: torch.device) -> bool:
 
 
 def empty_y(batch: int, width: int, scale: float, device: torch.device, tally: Tensor | None = None) -> Fp8:
-    """Returns memory for y in eight bits: tiles of 64 rows and 128 columns, the last ones filled up, all zeros.
+    """Returns zeroed memory for an 8-bit y: tiles of 64 rows and 128 columns, the last ones padded.
 
-    [tiles of rows, tiles of columns, 64 * 128], in the order of the kernels' accumulators, for these kernels alone.
+    [row tiles, column tiles, 64 * 128], in the order of the kernels' accumulators; only these kernels read it.
     """
     size = (cdiv(batch, _ROWS), cdiv(width, _COLUMNS), _ROWS * _COLUMNS)
     return Fp8(torch.zeros(size, dtype=torch.float8_e4m3fn, device=device), scale, tally)
@@ -83,8 +83,8 @@ def partial_rows(batch: int, width: int, device: torch.device) -> int:
 
 
 def _check(a: Factor, b: Factor, matrices: Sequence[Tensor], out8: Fp8Pair | None, turned: bool) -> None:
-    assert isinstance(a, Fp8) == isinstance(b, Fp8), "factors: both in eight bits, or neither"
-    assert isinstance(a, Fp8) or out8 is None, "an output in eight bits of such factors only"
+    assert isinstance(a, Fp8) == isinstance(b, Fp8), "factors: both 8-bit, or neither"
+    assert isinstance(a, Fp8) or out8 is None, "an 8-bit output needs 8-bit factors"
     if out8 is not None:
         check_pair(out8, *matrices[0].shape)
     a, b = (factor.values if isinstance(factor, Fp8) else factor for factor in (a, b))
@@ -99,7 +99,7 @@ def _product(a: Factor, b: Factor, turned: bool) -> Tensor:
 
 
 class FusedCrossForward(NamedTuple):
-    """y = u @ w.T + bias; out = x0 * y + x, of the y before it is rounded; out8: the rounded `out` in eight bits.
+    """Computes y = u @ w.T + bias; out = x0 * y + x, from y before rounding; out8: the rounded `out` in 8 bits.
 
     Computed in fp32, rounded once. All tensors are contiguous.
     """
@@ -115,7 +115,7 @@ class FusedCrossForward(NamedTuple):
     """[width]."""
     y: Y
     out: Tensor | None
-    """`out` or `out8` is given, or both."""
+    """Given unless `out8` is; both may be."""
     out8: Fp8Pair | None = None
 
     def launch(self) -> None:
@@ -147,27 +147,27 @@ class FusedCrossForward(NamedTuple):
 
 
 class FusedCrossBackward(NamedTuple):
-    """dx = g + du @ v: the gradient by a layer's input, the output of the layer before. dy = dx * x0: the gradient by
-    that layer's y. And partial column sums of dy, before it is rounded, the gradient by that layer's bias.
+    """Computes dx = g + du @ v, the gradient of a layer's input, which is the previous layer's output; dy = dx * x0,
+    the gradient of the previous layer's y; and partial column sums of dy before rounding, for its bias gradient.
 
-    All tensors are contiguous. Computed in fp32, dy from the dx before it is rounded.
+    All tensors are contiguous. Computed in fp32, dy from dx before rounding.
     """
 
     g: Tensor | None
-    """[batch, width]: gradients by the layer's output. None: dx = du @ v, as for the layer whose output another product
-    reads, du being the gradient by that product."""
+    """[batch, width]: gradient of the layer's output. None: dx = du @ v, for the last layer, whose output is the input
+    of another product; du is then the gradient of that product's output."""
     du: Factor
-    """[batch, depth]: gradients by the layer's u."""
+    """[batch, depth]: gradient of the layer's u."""
     v: Factor
-    """[depth, width]; in eight bits its transpose, [width, depth]."""
+    """[depth, width]; if 8-bit, its transpose, [width, depth]."""
     x0: Tensor
     """[batch, width]."""
     dx: Tensor
     """[batch, width]."""
     dy: Tensor | Fp8Pair
-    """[batch, width]; in eight bits, of values that are rounded to bf16 first."""
+    """[batch, width]; if 8-bit, from values rounded to bf16 first."""
     partials: Tensor
-    """fp32 [partial_rows(batch, width), width], overwritten. `column_sums` of these is the gradient by the bias."""
+    """fp32 [partial_rows(batch, width), width], overwritten. Their `column_sums` is the bias gradient."""
 
     def launch(self) -> None:
         """Checks the arguments and computes the gradients."""
@@ -180,7 +180,7 @@ class FusedCrossBackward(NamedTuple):
         (self.cuda if _on_hopper(self.x0.device) else self.plain)()
 
     def _outputs(self) -> tuple[Tensor | None, Fp8Pair | None]:
-        """Returns dy in bf16 and in eight bits, of which one is None."""
+        """Returns dy as bf16 and as 8-bit; one of them is None."""
         return (None, self.dy) if isinstance(self.dy, Fp8Pair) else (self.dy, None)
 
     def plain(self) -> None:
@@ -205,13 +205,13 @@ class FusedCrossBackward(NamedTuple):
 
 
 class FusedCrossInputBackward(NamedTuple):
-    """Computes the whole gradient by x0: dx0 = du @ v + gs[0] + the sum over layers of g * y.
+    """Computes the whole gradient of x0: dx0 = du @ v + gs[0] + the sum over layers of g * y.
 
     All tensors are contiguous. Computed in fp32, rounded once.
     """
 
     gs: Sequence[Tensor]
-    """[batch, width] each: gradients by the layers' outputs, first layer first."""
+    """[batch, width] each: gradients of the layers' outputs, first layer first."""
     ys: Sequence[Y]
     """The layers' y of `FusedCrossForward`."""
     du: Factor
@@ -225,7 +225,7 @@ class FusedCrossInputBackward(NamedTuple):
         """Checks the arguments and computes dx0."""
         in_bf16 = [y for y in self.ys if isinstance(y, Tensor)]
         _check(self.du, self.v, [*self.gs, *in_bf16, self.dx0], None, turned=isinstance(self.v, Fp8))
-        assert len(self.gs) == len(self.ys) > 0, "one of each for every layer"
+        assert len(self.gs) == len(self.ys) > 0, "gs and ys: one for every layer"
         assert len({y.scale if isinstance(y, Fp8) else None for y in self.ys}) == 1, "ys of one format and scale"
         (self.cuda if _on_hopper(self.dx0.device) else self.plain)()
 
@@ -259,8 +259,8 @@ cuda_fused_cross_input_backward = function(FusedCrossInputBackward, FusedCrossIn
 def _kernel(
     mode: int, pairs: int, steps: int, factors: int, output: int, keeps: bool, tiles: bool, device: torch.device
 ) -> Kernel:
-    """factors, output: the formats of a and of the second output's copies. keeps: whether it is stored in bf16. tiles:
-    whether y is in eight bits."""
+    """Returns the compiled kernel. factors, output: the formats of a and of the second output's copies. keeps: whether
+    the second output is stored in bf16. tiles: whether y is 8-bit."""
     defines = {"MODE": mode, "PAIRS": pairs, "STEPS": steps, "FACTORS": factors, "OUTPUT": output}
     defines |= {"KEEPS": int(keeps), "TILES": int(tiles)}
     defines["SLOTS"] = _FP8_SLOTS if factors and 2 * steps <= _MAX_STEPS else _SLOTS
@@ -315,12 +315,12 @@ def _launch(
     unscale = 1 / (a.scale * b.scale) if isinstance(a, Fp8) and isinstance(b, Fp8) else 1
     a, b = (factor.values if isinstance(factor, Fp8) else factor for factor in (a, b))
     (batch, width), pairs, depth = inputs[0].shape, len(inputs) // 2, _CHUNK_BYTES // a.itemsize
-    # Rows of b's box: in bf16 the backward's factors have the summed dimension first.
+    # Rows of b's box: with bf16, the backward's factors have the summed dimension first.
     b_box_rows = _CHUNK if mode != _FORWARD and a.dtype == torch.bfloat16 else _COLUMNS
     blocks = multiprocessors(a.device)
     row_tiles, column_tiles = cdiv(batch, _ROWS), cdiv(width, _COLUMNS)
     size = (row_tiles, column_tiles, _ROWS * _COLUMNS)
-    assert all(y.values.shape == size and y.values.is_contiguous() for y in tiles), "y: what empty_y gives"
+    assert all(y.values.shape == size and y.values.is_contiguous() for y in tiles), "y: from empty_y"
     tally, limit = (None, 0) if out8 is None else out8.plain.tallied()
     arguments = _arguments(pairs)(
         tensor_map(a, _ROWS, depth),

@@ -1,7 +1,7 @@
-"""Join of a layer's gate and attention: [s, a, s * norm(a)] with s = silu(u), dropped out, in one pass each way.
+"""Joins a layer's gate and attention: [s, a, s * norm(a)] with s = silu(u) and dropout, in one pass each way.
 
-The output product's input of DLRMv4's STU layer (hstu_compute_output of its reference). Neither mask nor statistics are
-kept: the backward pass computes them again, and the joined matrix too where it is wanted.
+This is the input of the output product in DLRMv4's STU layer (hstu_compute_output of its reference). Neither masks nor
+statistics are kept: the backward pass recomputes them, and the joined matrix too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlrm_bench.kernels.dense.norm import (
     within,
 )
 
-_ROWS = 2  # tokens of a program's tile: they share a mask's counters
+_ROWS = 2  # tokens of a program's tile: they share a dropout mask's counters
 _NUM_WARPS = 2
 
 
@@ -33,13 +33,13 @@ def _check(u: Tensor, a: Tensor, joined: Tensor) -> None:
     rows, width = u.shape
     assert a.shape == u.shape and joined.shape == (rows, 3 * width), "u, a: [N, W], joined: [N, 3 * W]"
     assert u.dtype == a.dtype == joined.dtype, "one dtype"
-    assert u.stride(1) == a.stride(1) == 1 and joined.is_contiguous(), "a row's columns lie next to each other"
+    assert u.stride(1) == a.stride(1) == 1 and joined.is_contiguous(), "u, a: contiguous columns; joined: contiguous"
     assert width == next_power_of_2(width), f"width: a power of two, not {width}"
 
 
 def gated_norm_factors(dropout: Dropout | None, u: Tensor) -> Tensor:
-    """Returns the dropout's factor of each element of [N, 3 * W], 0 or more than 1, fp32; 1 without dropout. u: [N, W],
-    of which the shape counts."""
+    """Returns the dropout factor of each element of [N, 3 * W], fp32: 0 or greater than 1; 1 without dropout. u: [N,
+    W], used for its shape."""
     (rows, width), device = u.shape, u.device
     if dropout is None:
         return torch.ones(rows, 3 * width, device=device)
@@ -50,13 +50,13 @@ def gated_norm_factors(dropout: Dropout | None, u: Tensor) -> Tensor:
 
 
 class GatedNormForward(NamedTuple):
-    """Stores [s, a, s * norm(a)] of each row, s = silu(u), with `dropout`, in `out`; 0 from row `end` on."""
+    """Stores [s, a, s * norm(a)] of each row, s = silu(u), with `dropout`, in `out`; rows from `end` on become 0."""
 
     u: Tensor
-    """bf16 or fp32 [N, W], rows any distance apart, W a power of two; so is a, and all are of one format."""
+    """bf16 or fp32 [N, W], any row stride, W a power of two; likewise `a`. All have one dtype."""
     a: Tensor
     weight: Tensor
-    """[W], as is the bias, of the norm."""
+    """[W], the norm's; likewise `bias`."""
     bias: Tensor
     end: Tensor
     """int32 or int64 [1], on the device."""
@@ -89,9 +89,10 @@ class GatedNormForward(NamedTuple):
 
 
 class GatedNormBackward(NamedTuple):
-    """Stores the gradients of `GatedNormForward`'s inputs in du, da, dweight and dbias, its output in place of grad.
+    """Stores the gradients of `GatedNormForward`'s inputs in du, da, dweight and dbias, and overwrites grad with its
+    output.
 
-    Rows from `end` on have no part in sums, and are 0 in du, da and grad. Equal inputs give equal bits.
+    Rows from `end` on do not contribute to sums and become 0 in du, da and grad. Equal inputs give equal bits.
     """
 
     grad: Tensor
@@ -103,10 +104,10 @@ class GatedNormBackward(NamedTuple):
     end: Tensor
     dropout: Dropout | None
     du: Tensor
-    """Like u, rows of any stride, as those of da."""
+    """Like u, any row stride; likewise `da`."""
     da: Tensor
     dweight: Tensor
-    """fp32 [W], as is dbias."""
+    """fp32 [W]; likewise `dbias`."""
     dbias: Tensor
     eps: float
 
@@ -135,7 +136,7 @@ class GatedNormBackward(NamedTuple):
         self.grad.copy_(torch.where(inside, joined * factors, 0))
 
     def triton(self) -> None:
-        """Computes the gradients in one kernel, and the sums of its partial sums."""
+        """Computes the gradients in one kernel, and adds up its partial sums."""
         grad, u, a, weight, bias, end, dropout, du, da, dweight, dbias, eps = self
         rows, width = u.shape
         partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=u.device)
@@ -161,7 +162,7 @@ triton_gated_norm_backward = function(GatedNormBackward, GatedNormBackward.trito
 
 @jit
 def _drop_all(s, a, gated, seed, row, stream, threshold: tl.constexpr, scale: tl.constexpr):
-    """Returns all three with dropout. row: int32 [2], an even one and the next."""
+    """Returns all three values with dropout. row: int32 [2], an even row and the next one."""
     if threshold > 0:
         column = tl.arange(0, s.shape[1])[None, :]
         of_s, of_a, of_gated, _ = dropout_words(seed, stream, column, tl.min(row, 0) // 2, column * 0)

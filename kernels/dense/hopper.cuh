@@ -1,12 +1,12 @@
-// Hopper's instructions (sm_90a) for products by tiles: copies by the bulk tensor copy engine, barriers, warpgroups'
-// products and the matrices of 8 x 8 that warps read and write. Included by kernels that NVRTC compiles: no headers.
+// Hopper instructions (sm_90a) for tiled products: bulk tensor copies, barriers, warpgroup products, and the 8 x 8
+// matrices that warps read and write. Included by kernels that NVRTC compiles: no headers.
 
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// Of the numbers of a matrix; as in fp8.py.
+// Formats of a matrix; as in fp8.py.
 enum Format { BF16 = 0, E4M3 = 1, E5M2 = 2 };
 
 struct alignas(64) TensorMap {
@@ -74,14 +74,14 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) 
       : R16(0), R16(16), R16(32), R16(48) \
       : "l"(a), "l"(b), "r"(accumulate))
 
-// What the compiler may otherwise move: reads and writes of an accumulator, past the instructions around products that
-// are under way, which write it later than the instruction says.
+// Keeps the compiler from moving reads and writes of an accumulator past the instructions around products in flight,
+// which write it later than their instruction suggests.
 __device__ __forceinline__ void keep_in_place(float (&acc)[64]) {
 #pragma unroll
   for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
 }
 
-// d (or 0) + 64 rows of a times 128 columns of b, over the 32 bytes of a row of a that descriptors point to.
+// d (or 0) + 64 rows of a times 128 columns of b, over the 32 bytes of each row that the descriptors point to.
 template <Format A, bool B_ROWS_ARE_DEPTH>
 __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int accumulate) {
   if constexpr (A == E4M3)
@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b, int accum
 #undef R16
 #undef R4
 
-// 16 rows of two blocks of 8 columns: each lane's pairs of columns, as in an accumulator's fragment.
+// Reads 16 rows of two blocks of 8 columns: each lane's column pairs, as in an accumulator fragment.
 __device__ __forceinline__ void read(u32 address, u32* pairs) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
@@ -118,7 +118,7 @@ __device__ __forceinline__ void write(u32 address, const u32* pairs) {
                : "memory");
 }
 
-// Of b16: the lane's pairs are of two columns, whose eight rows become 16 bytes of memory each.
+// Writes 16-bit values: the lane's pairs belong to two columns, whose eight rows become 16 bytes of memory each.
 __device__ __forceinline__ void write_transposed(u32 address, const u32* pairs) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(pairs[0]),
                "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
@@ -137,7 +137,7 @@ __device__ __forceinline__ uint4 words_at(u32 address) {
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Two numbers times scale, rounded to F; those out of its range become its largest.
+// Two numbers times scale, rounded to F; out-of-range numbers saturate.
 template <Format F>
 __device__ __forceinline__ u32 quantise(float first, float second, float scale) {
   first *= scale, second *= scale;
@@ -171,7 +171,7 @@ __device__ __forceinline__ u32 word(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// The bytes of four rows and eight columns by column, as word `at` of each; pairs: of columns, by row.
+// Regroups the bytes of four rows and eight columns by column, into word `at` of each; pairs: column pairs, by row.
 __device__ __forceinline__ void transpose(const u32 (&pairs)[4][4], u32 (&columns)[8][4], int at) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -181,16 +181,17 @@ __device__ __forceinline__ void transpose(const u32 (&pairs)[4][4], u32 (&column
   }
 }
 
-// Eight columns of a row, as pairs.
+// Stores eight columns of a row, given as pairs.
 __device__ __forceinline__ void store_row(u8* to, const u32 (&pairs)[4]) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// Numbers that eight bits do not hold. A bf16 number's magnitude is its bits but for the sign: in their order numbers
-// come first, those beyond `limit`, the largest that the format has, times its inverse scale, then Infinity and NaN.
+// Detection of numbers that 8 bits cannot represent. A bf16 magnitude is its bits without the sign. In bit order,
+// numbers within the range come first, then those beyond `limit` (the format's maximum divided by its scale), Infinity
+// and NaN.
 constexpr u32 NOT_FINITE = 0x7f80;
 
-// By halves, the larger of `largest`, a magnitude, and that of the pair; NaN is the largest. One instruction.
+// Per half, the larger of the magnitude `largest` and the pair's magnitude; NaN is the largest. One instruction.
 __device__ __forceinline__ u32 larger(u32 largest, u32 pair) {
   u32 result;
   asm("{\n"
@@ -223,14 +224,14 @@ struct Beyond {  // counts
   __device__ __forceinline__ void add_pair(u32 pair, u32 limit) {
     add(pair & 0x7fff, limit), add(pair >> 16 & 0x7fff, limit);
   }
-  // tally: of a tensor, numbers that were too large and those that were not finite.
+  // tally: a tensor's numbers that were too large, and its non-finite ones.
   __device__ __forceinline__ void add_to(u64* tally) const {
     if (large) atomicAdd(tally, u64(large));
     if (not_finite) atomicAdd(tally + 1, u64(not_finite));
   }
 };
 
-// What `transpose` has put together of 16 rows, into the transposed matrix, whose rows are `stride` bytes apart.
+// Stores the 16 rows that `transpose` has regrouped to the transposed matrix, whose rows are `stride` bytes apart.
 __device__ __forceinline__ void store_columns(u8* to, int stride, int row, int column, const u32 (&columns)[8][4]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i)
@@ -238,9 +239,9 @@ __device__ __forceinline__ void store_columns(u8* to, int stride, int row, int c
         make_uint4(columns[i][0], columns[i][1], columns[i][2], columns[i][3]);
 }
 
-// A piece: 64 rows of 64 columns, 128 bytes each, with the 128-byte swizzle. The warp's 16 rows of it go to `to`,
-// [batch, width], if IN_BF16, and times scale, rounded to F, to `quantised`. By these names from the arguments: as
-// parameters of their own, compiled code has a branch for each row.
+// Stores a piece: 64 rows of 64 columns, 128 bytes each, with the 128-byte swizzle. The warp's 16 rows go to `to`,
+// [batch, width], if IN_BF16, and, scaled and rounded to F, to `quantised`. `p` is read by these field names: passed as
+// separate parameters, the values would make the compiler branch for each row.
 template <Format F, bool IN_BF16, class Arguments>
 __device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, int first_row, int first_column) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16, column = first_column + lane % 8 * 8;
@@ -278,24 +279,24 @@ __device__ __forceinline__ void store(const Arguments& p, u16* to, u32 piece, in
   }
 }
 
-// The same numbers in eight bits transposed: a run of 64 rows for each of 64 columns. What is summed up over the batch
-// may be in any order that both factors have: of 16 rows it is 0, 8, 1, 9 and so on, as an accumulator's fragment has
-// the rows r and r + 8 in one lane.
+// The same numbers, 8-bit and transposed: a run of 64 rows for each of 64 columns. A sum over the batch may be in any
+// order that both factors share: each 16 rows are stored as 0, 8, 1, 9 and so on, as an accumulator fragment has rows r
+// and r + 8 in one lane.
 constexpr int TRANSPOSED_PIECE = 64 * 64;
 
 __device__ __forceinline__ u32 in_transposed(u32 piece, int column, int run) {  // of 16 rows, without bank conflicts
   return piece + column * 64 + ((run ^ column / 2 % 4) << 4);
 }
 
-// By a warpgroup, whose warps have an accumulator's `pairs` of 16 rows each: [8 columns][row, row 8 below]. Takes two
-// pieces in turn: what waits for all threads in one call lets the next but one overwrite its piece.
+// Called by a warpgroup whose warps hold an accumulator's `pairs` of 16 rows each: [8 columns][row, row 8 below].
+// Alternates between two pieces: the barrier of one call makes it safe for the call after next to overwrite its piece.
 template <Format F, class Arguments>
 __device__ __forceinline__ void store_transposed(const Arguments& p, const u32 (&pairs)[16], u32 piece, int warpgroup,
                                                  int first_row, int first_column) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int block = 0; block < 8; block += 4) {
-    u32 rows[4];  // pairs of them, of two columns
+    u32 rows[4];  // row pairs, of two columns
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       rows[i] = __byte_perm(quantise<F>(pairs[2 * (block + i)], p.scale),

@@ -1,8 +1,8 @@
-"""Causal SiLU attention of each sequence's last token alone: what a last layer computes when only that row is read.
+"""Causal SiLU attention of each sequence's last token only, for a last layer of which only that row is read.
 
 The last token attends to its whole sequence, itself included: silu(q k^T / sqrt(D)) / max_length, as in
-`silu_attention`, where it is the only target. Keys and values are read once, and their gradients written once: the
-kernels are bound by memory. A sequence is cut into runs of 256 tokens, whose sums are added up in order.
+`silu_attention` with the last token as the only target. Keys and values are read once, and their gradients written
+once: the kernels are memory-bound. A sequence is cut into runs of 256 tokens, whose sums are added up in order.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
-_RUN = 256  # tokens of a program
-_TILE = 16  # tokens that it has at once
+_RUN = 256  # tokens per program
+_TILE = 16  # tokens that a program loads at once
 _NUM_WARPS = 2
 
 
 class Jagged(NamedTuple):
     """The sequences of tokens.
 
-    offsets: int32 or int64 [B + 1], tokens of sequence b are offsets[b] to offsets[b + 1] - 1. max_length: no sequence
-    is longer, which is not checked, because lengths are on the device.
+    offsets: int32 or int64 [B + 1], tokens of sequence b are offsets[b] to offsets[b + 1] - 1. max_length: an upper
+    bound of the lengths; not checked, because lengths are on the device.
     """
 
     offsets: Tensor
@@ -32,7 +32,7 @@ class Jagged(NamedTuple):
 
 
 class LastQueryAttention(torch.autograd.Function):
-    """`last_query_attention_forward` of q [B, H, D], k [T, H, D], v [T, H, V]: returns [B, H, V], differentiable."""
+    """Differentiable `last_query_attention_forward` of q [B, H, D], k [T, H, D], v [T, H, V]: returns [B, H, V]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> Tensor:
@@ -51,10 +51,10 @@ class LastQueryAttention(torch.autograd.Function):
 
 
 def last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, out: Tensor) -> None:
-    """Store what the last token of every sequence attends to in `out`: [B, H, V], overwritten; 0 for an empty sequence.
+    """Stores the attention output of every sequence's last token in `out`: [B, H, V], overwritten; 0 if empty.
 
-    q: [B, H, D], of the last tokens; k: [T, H, D], v: [T, H, V], T tokens of all sequences, H heads; one dtype, fp32,
-    bf16 or fp16, D and V powers of two from 16 on. Heads lie next to each other, tokens any distance apart. Sums in
+    q: [B, H, D], the last tokens' queries; k: [T, H, D], v: [T, H, V], T tokens of all sequences, H heads. One dtype,
+    fp32, bf16 or fp16; D and V powers of two, at least 16. A token's heads are contiguous; any token stride. Sums in
     fp32.
     """
     _check(q, k, v, out, sequences)
@@ -65,10 +65,10 @@ def last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Jag
 def last_query_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Store the gradients of `last_query_attention_forward`'s inputs in dq, dk and dv, shaped like them.
+    """Stores the gradients of `last_query_attention_forward`'s inputs in dq, dk and dv, shaped like the inputs.
 
-    grad: [B, H, V], the gradient of its output. Rows of dk and dv past the last sequence are 0. Equal inputs give equal
-    bits: no sum is made by atomics.
+    grad: [B, H, V], the gradient of the output. Rows of dk and dv past the last sequence become 0. Equal inputs give
+    equal bits: no sum uses atomics.
     """
     _check(q, k, v, grad, sequences)
     assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape, "gradients are shaped like inputs"
@@ -84,12 +84,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sequences: Jagged) -> N
     assert q.dtype == k.dtype == v.dtype == out.dtype, "one dtype"
     for tensor in (q, k, v, out):
         width = tensor.shape[2]
-        assert width >= 16 and width == next_power_of_2(width), f"head widths: powers of two from 16 on, not {width}"
-        assert tensor.stride(2) == 1 and tensor.stride(1) == width, "heads of a token must lie next to each other"
+        assert width >= 16 and width == next_power_of_2(width), f"head width: a power of two, at least 16, not {width}"
+        assert tensor.stride(2) == 1 and tensor.stride(1) == width, "a token's heads must be contiguous"
 
 
 def _scores(q: Tensor, k: Tensor, sequences: Jagged) -> tuple[Tensor, Tensor]:
-    """Returns the sequence of each token, int64 [N], N tokens of all sequences, and its score: at least fp32 [N, H]."""
+    """Returns each token's sequence, int64 [N], N tokens of all sequences, and its scores, [N, H], at least fp32."""
     lengths = sequences.offsets.long().diff()
     of = torch.arange(len(q), device=q.device).repeat_interleave(lengths)
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -124,7 +124,7 @@ def plain_last_query_attention_backward(
 
 
 def triton_last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, out: Tensor) -> None:
-    """Computes `last_query_attention_forward` in two kernels: sums of runs of 256 tokens, and their sums."""
+    """Computes `last_query_attention_forward` in two kernels: sums of runs of 256 tokens, then their totals."""
     runs, partials = _partials(out, sequences)
     _last_query_forward_kernel[(runs, q.shape[1], len(q))](
         q, k, v, partials, *_common(q, k, v, sequences), **_sizes(q, v)
@@ -135,7 +135,7 @@ def triton_last_query_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequenc
 def triton_last_query_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Jagged, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Computes `last_query_attention_backward` in two kernels: all but the sums that dq is, and these."""
+    """Computes `last_query_attention_backward` in two kernels: one for dk, dv and partial sums of dq, one for dq."""
     runs, partials = _partials(dq, sequences)
     rows = grad.stride(0), dk.stride(0), dv.stride(0)
     _last_query_backward_kernel[(runs, q.shape[1], len(q))](
@@ -145,7 +145,7 @@ def triton_last_query_attention_backward(
 
 
 def _partials(out: Tensor, sequences: Jagged) -> tuple[int, Tensor]:
-    """Returns the number of runs in the longest sequence, and a place for their sums: fp32 [runs, B, H, ...]."""
+    """Returns the number of runs in the longest sequence, and memory for their sums: fp32 [runs, B, H, ...]."""
     runs = max(cdiv(sequences.max_length, _RUN), 1)
     return runs, torch.empty(runs, *out.shape, dtype=torch.float32, device=out.device)
 
@@ -180,7 +180,7 @@ def _at(start, token, row, head, columns: tl.constexpr):
 
 @jit
 def _keys_and_values(k, v, start, token, length, k_row, v_row, head, depth: tl.constexpr, width: tl.constexpr):
-    """Loads a head of these tokens of a sequence, fp32 [tile, depth] and [tile, width]; 0 past its end."""
+    """Loads one head of these tokens of a sequence, fp32 [tile, depth] and [tile, width]; 0 past its end."""
     inside = (token < length)[:, None]
     keys = tl.load(k + _at(start, token, k_row, head, depth), inside, other=0.0)
     values = tl.load(v + _at(start, token, v_row, head, width), inside, other=0.0)
@@ -189,7 +189,7 @@ def _keys_and_values(k, v, start, token, length, k_row, v_row, head, depth: tl.c
 
 @jit
 def _scores_of(query, keys, scale):
-    """Returns the scores of keys, fp32 [tile], and their sigmoids."""
+    """Returns the scores of keys, fp32 [tile], and the sigmoids of the scores."""
     score = tl.sum(keys * query, 1) * scale
     return score, tl.sigmoid(score)
 
@@ -251,7 +251,7 @@ def _last_query_backward_kernel(
 
 @jit
 def _last_query_sum_kernel(partials, out, offsets, out_row, count, heads, width: tl.constexpr, run: tl.constexpr):
-    """Adds up the runs of a sequence that there are, in their order."""
+    """Adds up the runs of each sequence in order, skipping runs past its end."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     length = (tl.load(offsets + sequence + 1) - tl.load(offsets + sequence)).to(tl.int32)
     column = tl.arange(0, width)

@@ -1,7 +1,7 @@
 """The end of the top MLP in training: the last layer's forward, the loss, and the backward of both, in one launch.
 
-Sums over samples, the loss and the gradients of two biases, are partial, and `add_up` finishes them: no GEMM waits for
-these.
+The sums over samples (the loss and two bias gradients) are partial; `add_up` finishes them. No GEMM waits for these
+sums.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense.column_sums import sum_columns
 
-_ROWS, _COLUMNS = 16, 256  # of one program's block; 512 rows still give 32 programs
-_SUM_ROWS, _SUM_COLUMNS = 64, 32  # of a block of partial sums
+_ROWS, _COLUMNS = 16, 256  # block of one program; 512 rows still give 32 programs
+_SUM_ROWS, _SUM_COLUMNS = 64, 32  # block of partial sums
 
 
 def partial_rows(batch: int) -> int:
@@ -26,22 +26,23 @@ def partial_rows(batch: int) -> int:
 
 
 def partial_columns(width: int, relu: bool) -> int:
-    """Returns their number of columns: the loss, the gradient by the logits, and after a ReLU those of dz."""
+    """Returns the number of columns of partial sums: loss, logit gradient, and after a ReLU the columns of dz."""
     return 2 + width * relu
 
 
 class LogitLossBackward(NamedTuple):
-    """Gradients by logits = h @ weight.T + bias, and by h, of the global batch's mean BCE(sigmoid(logits), labels).
+    """Computes the gradients by logits = h @ weight.T + bias, and by h, of the global batch's mean
+    BCE(sigmoid(logits), labels).
 
-    dlogits = (sigmoid(logits) - labels) / global_batch: weight gradients summed over ranks are those of the global
-    mean. dz = dlogits @ weight, and 0 where h <= 0 comes after a ReLU. Outputs are overwritten. Computed in fp32;
-    logits and dlogits are rounded to h's dtype before they are used. All tensors are contiguous.
+    dlogits = (sigmoid(logits) - labels) / global_batch, so that weight gradients summed over ranks are those of the
+    global mean. dz = dlogits @ weight, zeroed after a ReLU where h <= 0. Outputs are overwritten. Computed in fp32;
+    logits and dlogits are rounded to h's dtype before use. All tensors are contiguous.
     """
 
     h: Tensor
     """bf16 or fp32 [batch, width], of any width."""
     weight: Tensor
-    """[1, width], of h's dtype, as bias and dlogits."""
+    """[1, width], of h's dtype; likewise bias and dlogits."""
     bias: Tensor
     """[1]."""
     labels: Tensor
@@ -52,7 +53,7 @@ class LogitLossBackward(NamedTuple):
     """[batch, width], of h's dtype."""
     partials: Tensor
     """fp32 [partial_rows(batch), partial_columns(width, relu)]: partial sums of the losses, of dlogits and of dz,
-    before these are rounded."""
+    before rounding."""
     global_batch: int
     relu: bool
 
@@ -60,7 +61,7 @@ class LogitLossBackward(NamedTuple):
         """Checks the arguments and computes the gradients."""
         h, weight, dlogits, dz, partials = self.h, self.weight, self.dlogits, self.dz, self.partials
         batch, width = h.shape
-        assert batch > 0 and dz.shape == h.shape, "[batch, width], not empty"
+        assert batch > 0 and dz.shape == h.shape, "h and dz: [batch, width], not empty"
         assert self.labels.shape == dlogits.shape == (batch,), "labels, dlogits: [batch]"
         assert weight.shape == (1, width) and self.bias.shape == (1,), "weight: [1, width], bias: [1]"
         assert partials.shape == (partial_rows(batch), partial_columns(width, self.relu)), (
@@ -98,26 +99,26 @@ class LogitLossBackward(NamedTuple):
 
 
 class AddUp(NamedTuple):
-    """losses[step % n] = the mean over `batch` samples, dbias and dbias_hidden = the biases' gradients, from the
-    partial sums; step += 1. Without atomics: equal inputs give equal bits."""
+    """Sets losses[step % n] to the mean over `batch` samples, and dbias and dbias_hidden to the bias gradients, from
+    the partial sums; step += 1. No atomics: equal inputs give equal bits."""
 
     partials: Tensor
-    """Those of `logit_loss_backward`, of one or of several ranges of the samples, one below the other."""
+    """Partial sums of `logit_loss_backward`, for one or several ranges of samples, stacked."""
     losses: Tensor
-    """fp32 [n], a ring, so that the host copies none."""
+    """fp32 [n], a ring, so that the host copies no loss per iteration."""
     step: Tensor
-    """int64, one element, on the device of the losses."""
+    """int64, one element, on the losses' device."""
     dbias: Tensor
     """bf16 or fp32 [1]."""
     dbias_hidden: Tensor | None
-    """bf16 or fp32 [width]; None where there is no ReLU."""
+    """bf16 or fp32 [width]; None if there is no ReLU."""
     batch: int
 
     def launch(self) -> None:
         """Checks the arguments and adds up."""
         partials, losses, step = self.partials, self.losses, self.step
         assert losses.dim() == 1 and losses.dtype == torch.float32 and losses.is_contiguous(), "losses: fp32 [n]"
-        assert step.numel() == self.dbias.numel() == 1 and step.dtype == torch.int64, "step, int64, dbias: one element"
+        assert step.numel() == self.dbias.numel() == 1 and step.dtype == torch.int64, "step (int64), dbias: one element"
         hidden = 0 if self.dbias_hidden is None else self.dbias_hidden.numel()
         assert partials.shape[1] == 2 + hidden and partials.is_contiguous(), "partials: [rows, 2 + width]"
         (self.triton if partials.is_cuda else self.plain)()
@@ -178,7 +179,7 @@ def _logit_loss_backward_kernel(
     z = (tl.sum(products, 1) + b).to(h.dtype.element_ty).to(tl.float32)
 
     e = tl.exp(-tl.abs(z))
-    # log(1 + e) without the digits that 1 + e rounds off (Kahan).
+    # log(1 + e), corrected for the digits that 1 + e rounds off (Kahan).
     u = 1.0 + e
     log1p = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
     loss = tl.where(exists, tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - z * y + log1p, 0.0)
@@ -217,7 +218,7 @@ def _add_up_kernel(
 ) -> None:
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
     sums = sum_columns(partials, column, rows, columns, block_rows, block_columns)
-    if tl.program_id(0) == 0:  # which has the loss' column
+    if tl.program_id(0) == 0:  # this program has the loss column
         now = tl.load(step)
         tl.store(losses + now % size + column, sums / batch, column == 0)
         tl.store(step, now + 1)

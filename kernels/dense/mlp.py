@@ -1,6 +1,6 @@
-"""The backward of bias and ReLU after a linear layer's GEMM; the forward is in the epilogue of cuBLAS's.
+"""Backward of bias and ReLU after a linear layer's GEMM; the forward is in the GEMM's cuBLAS epilogue.
 
-kernels.dense.fp8_copies has it in eight bits.
+kernels.dense.fp8_copies is the 8-bit version.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 
-_ROWS, _COLUMNS = 16, 128  # of one program's block
+_ROWS, _COLUMNS = 16, 128  # block of one program
 
 
 def partial_rows(batch: int) -> int:
@@ -18,14 +18,14 @@ def partial_rows(batch: int) -> int:
 
 
 def bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tensor) -> None:
-    """dz = g, but 0 where out <= 0, as in PyTorch: the gradient of NaN passes. `partials` are partial column sums of
-    dz, before it is rounded: the bias' gradient, once `column_sums` has added them up.
+    """Computes dz = g, zeroed where out <= 0; as in PyTorch, the gradient of NaN passes. `partials` are partial column
+    sums of dz before rounding: their `column_sums` is the bias gradient.
 
-    g, out, dz: bf16 or fp32 [batch, width], contiguous, but for g's rows, which may be strided; dz may be g. partials:
+    g, out, dz: bf16 or fp32 [batch, width], contiguous, except that g's rows may be strided; dz may be g. partials:
     fp32 [partial_rows(batch), width], overwritten.
     """
     assert g.shape == out.shape == dz.shape, "g, out, dz: [batch, width]"
-    assert g.stride(1) == 1 and out.is_contiguous() and dz.is_contiguous(), "contiguous tensors only, but for g's rows"
+    assert g.stride(1) == 1 and out.is_contiguous() and dz.is_contiguous(), "contiguous tensors only, except g's rows"
     assert partials.shape == (partial_rows(len(g)), g.shape[1]) and partials.is_contiguous(), (
         "partials: [partial_rows(batch), width], contiguous"
     )
@@ -48,8 +48,8 @@ def triton_bias_relu_backward(g: Tensor, out: Tensor, dz: Tensor, partials: Tens
 
 
 def _steps(batch: int) -> int:
-    """Returns the number of blocks of rows of one program: enough programs for every multiprocessor, few partial
-    sums."""
+    """Returns the number of row blocks per program: few enough to occupy every multiprocessor, and enough to keep
+    partial sums few."""
     return 1 if batch <= 2048 else 4
 
 

@@ -1,6 +1,6 @@
-"""Layer norm of tokens: one pass forward and one backward, statistics in fp32, nothing kept between the two.
+"""Layer norm of tokens: one pass forward and one backward, statistics in fp32, nothing stored between them.
 
-Gradients of weight and bias are sums of partial sums in a fixed order, so that equal inputs give equal bits.
+Gradients of weight and bias add up partial sums in a fixed order, so that equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 PROGRAMS = 3168
-"""Largest number of programs of a kernel over all tokens: 24 for each multiprocessor of an H200."""
+"""Maximum number of programs of a kernel over all tokens: 24 per multiprocessor of an H200."""
 _ROWS = 2  # tokens of a program's tile
 
 
 def programs(rows: int, tile: int) -> int:
-    """Returns how many programs share `rows`: few different numbers, for kernels are compiled for them."""
+    """Returns the number of programs for `rows`: one of few values, because kernels are compiled for each."""
     return min(PROGRAMS, next_power_of_2(max(1, cdiv(rows, tile))))
 
 
 def add_up(partials: Tensor, dweight: Tensor, dbias: Tensor) -> None:
-    """Stores the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has a fixed order, and
-    runs more programs here than `column_sums`, which is for fewer rows."""
+    """Stores the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has a fixed order and
+    runs more programs here than `column_sums`, which suits fewer rows."""
     sums = partials.sum(1)
     dweight.copy_(sums[0])
     dbias.copy_(sums[1])
 
 
 def check_rows(x: Tensor, *others: Tensor) -> None:
-    """Asserts that matrices are alike, contiguous, and of a width that a tile takes."""
+    """Asserts that matrices match, are contiguous, and have a width that a tile supports."""
     assert all(of.shape == x.shape and of.dtype == x.dtype and of.is_contiguous() for of in (x, *others)), (
         "rows and gradients: [N, W], one dtype, contiguous"
     )
@@ -56,17 +56,17 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def of_normalized(grad: Tensor, x_hat: Tensor, factor: Tensor) -> Tensor:
-    """Returns the gradient by x of x_hat, of `normalized`, whose gradient is grad."""
+    """Returns the gradient of x, given `grad`, the gradient of x_hat; x_hat and factor: from `normalized`."""
     return factor * (grad - grad.mean(1, keepdim=True) - x_hat * (grad * x_hat).mean(1, keepdim=True))
 
 
 class NormForward(NamedTuple):
-    """Stores (x - mean) / sqrt(variance + eps) * weight + bias of each row of x in `out`; 0 from row `end` on."""
+    """Stores (x - mean) / sqrt(variance + eps) * weight + bias of each row of x in `out`; 0 in rows from `end` on."""
 
     x: Tensor
-    """bf16 or fp32 [N, W], contiguous, W a power of two; so are all other matrices."""
+    """bf16 or fp32 [N, W], contiguous, W a power of two; likewise all other matrices."""
     weight: Tensor
-    """[W], as is the bias, of any format."""
+    """[W], of any dtype; likewise `bias`."""
     bias: Tensor
     end: Tensor | None
     """int32 or int64 [1], on the device; None for all rows."""
@@ -93,8 +93,8 @@ class NormForward(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """Stores the gradients of `NormForward`'s inputs in dx, dweight and dbias; rows from `end` on have no part in sums,
-    and are 0 in dx and normed. Equal inputs give equal bits."""
+    """Stores the gradients of `NormForward`'s inputs in dx, dweight and dbias. Rows from `end` on do not contribute to
+    sums and become 0 in dx and normed. Equal inputs give equal bits."""
 
     grad: Tensor
     x: Tensor
@@ -102,13 +102,13 @@ class NormBackward(NamedTuple):
     bias: Tensor
     end: Tensor | None
     residual: Tensor | None
-    """Added to dx, if any."""
+    """Added to dx, if given."""
     dx: Tensor
     """May be grad or residual."""
     normed: Tensor | None
-    """Takes NormForward's output once more, if any; may be grad or residual."""
+    """Receives NormForward's output, recomputed, if given; may be grad or residual."""
     dweight: Tensor
-    """fp32 [W], as is dbias."""
+    """fp32 [W]; likewise `dbias`."""
     dbias: Tensor
     eps: float
 
@@ -133,7 +133,7 @@ class NormBackward(NamedTuple):
             self.normed.copy_(torch.where(inside, x_hat * self.weight + self.bias, 0))
 
     def triton(self) -> None:
-        """Computes the gradients in one kernel, and the sums of its partial sums."""
+        """Computes the gradients in one kernel, and adds up its partial sums."""
         grad, x, weight, bias, end, residual, dx, normed, dweight, dbias, eps = self
         rows, width = x.shape
         partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
@@ -172,7 +172,7 @@ def normalize(values, eps, width: tl.constexpr):
 
 @jit
 def through_normalize(grad, x_hat, factor, width: tl.constexpr):
-    """Returns the gradient by values of x_hat, of `normalize`, whose gradient is grad."""
+    """Returns the gradient of `values`, given `grad`, the gradient of x_hat; x_hat and factor: from `normalize`."""
     mean, slope = tl.sum(grad, 1) / width, tl.sum(grad * x_hat, 1) / width
     return factor[:, None] * (grad - mean[:, None] - x_hat * slope[:, None])
 

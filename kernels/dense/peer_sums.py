@@ -1,4 +1,4 @@
-"""Sums all ranks' copies of one slice on a node: the reduce-scatter before an exchange with other nodes."""
+"""Sums all ranks' copies of one slice on a node: the reduce-scatter before an exchange between nodes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _BLOCK = 2048
 
 
 def peer_sums(peers: PeerTensors, out: Tensor) -> None:
-    """out = the sum of all ranks' tensors, in fp32 and rank order, rounded once.
+    """Computes out = the sum of all ranks' tensors, in fp32 and rank order, rounded once.
 
-    peers: bf16 or fp32 [n], contiguous, 16-byte aligned. out: bf16 or fp32 [n], contiguous, no peer's tensor. The
-    caller puts a barrier of all ranks before this, so that all tensors are written, and one after it, before any rank
-    writes them again.
+    peers: bf16 or fp32 [n], contiguous, 16-byte aligned. out: bf16 or fp32 [n], contiguous, not one of the peers'. The
+    caller puts a barrier of all ranks before this call, so that all tensors are written, and one after it, before any
+    rank overwrites them.
     """
     assert peers.own.dim() == 1 and peers.own.is_contiguous(), "tensors: [n]"
     assert out.shape == peers.own.shape and out.is_contiguous(), "the sum: [n]"
@@ -46,8 +46,8 @@ def _peer_sums_kernel(own, peers, out, count, ranks: tl.constexpr, block: tl.con
     mask = at < count
     total = tl.zeros([block], tl.float32)
     for rank in tl.static_range(ranks):  # unrolled: the loads of all ranks are in flight together
-        # The own tensor gives the addresses their pointer type; alignment is a hint on the pointer, as the cast loses
-        # the integer's.
+        # This rank's tensor gives the address its pointer type; alignment is a hint on the pointer, because the cast
+        # loses the integer's.
         peer = tl.multiple_of(tl.load(peers + rank).to(own.dtype), 16)
         total += tl.load(peer + at, mask).to(tl.float32)
     tl.store(out + at, total, mask)

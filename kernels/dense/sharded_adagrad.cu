@@ -1,16 +1,16 @@
 // Adagrad over one rank's slice of flat dense weights, exchanged through peer memory; see sharded_adagrad.py.
 //
-// Other ranks' gradients come over NVLink, a few microseconds away, and few blocks shall do, which leave
-// multiprocessors to the GEMMs beside them. So one thread of a block keeps STAGES tiles of all that is read on their way
-// into shared memory, by bulk copies, while the others compute and write.
+// Other ranks' gradients arrive over NVLink, with a latency of a few microseconds, and the kernel should use few
+// blocks, to leave multiprocessors to the concurrent GEMMs. Therefore one thread of a block keeps STAGES tiles of all
+// its inputs in flight to shared memory, by bulk copies, while the other threads compute and write.
 //
-// Given on the command line: RANKS, WEIGHTS_BF16 (gradients too, else both fp32), THREADS that compute, STAGES.
+// Macros: RANKS, WEIGHTS_BF16 (gradients too, else both fp32), THREADS that compute, STAGES.
 
 #include "hopper.cuh"
 
-constexpr int WIDTH = WEIGHTS_BF16 ? 8 : 4;  // elements of a 16-byte access, of which a thread has one in each tile
+constexpr int WIDTH = WEIGHTS_BF16 ? 8 : 4;  // elements of a 16-byte access; a thread has one access in each tile
 constexpr u32 INFINITE = 0x7f800000;
-constexpr int FP32_BYTES = THREADS * WIDTH * 4, GRAD_BYTES = THREADS * 16;  // of a tile
+constexpr int FP32_BYTES = THREADS * WIDTH * 4, GRAD_BYTES = THREADS * 16;  // per tile
 constexpr int STAGE_BYTES = 2 * FP32_BYTES + RANKS * GRAD_BYTES;
 
 struct Arguments {
@@ -21,11 +21,11 @@ struct Arguments {
   u64* bad;
   int flags;
   float eps;
-  long long first;  // element of the workings
+  long long first;  // index of the slice's first element in the workings
   int count;  // pieces of WIDTH elements
 };
 
-// Elements of a gradient or weights in fp32.
+// Adds elements of a gradient or of weights, in fp32.
 __device__ __forceinline__ void add(float (&sum)[WIDTH], const uint4& v) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -35,7 +35,7 @@ __device__ __forceinline__ void add(float (&sum)[WIDTH], const uint4& v) {
   }
 }
 
-// One thread's: brings the block's tiles, as stages become free.
+// Called by one thread: loads the block's tiles as stages become free.
 __device__ void bring(const Arguments& p, u32 stages, u32 full, u32 empty) {
   const char* grads[RANKS];
 #pragma unroll
@@ -77,12 +77,12 @@ __device__ void update(const Arguments& p, u32 stages, u32 full, u32 empty) {
       *reinterpret_cast<uint4*>(s + 4 * quad) = words_at(place);
       *reinterpret_cast<uint4*>(w + 4 * quad) = words_at(place + FP32_BYTES);
     }
-    // Without the fence the arrival overtakes reads that are under way, and the next copy what they should have read.
+    // Without the fence, the arrival could overtake pending reads, and the next copy overwrite what they read.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     if (at >= p.count) continue;
-    u32 largest = 0;  // of the states' bits, whose order is that of numbers from 0 on; Infinity and NaN are last
+    u32 largest = 0;  // of the states' bits, which order like non-negative numbers; Infinity and NaN come last
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
       s[i] = __fmaf_rn(g[i], g[i], s[i]);

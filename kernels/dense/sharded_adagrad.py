@@ -16,12 +16,12 @@ from dlrm_bench.kernels._triton import cdiv, jit, tl
 from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-# The fastest of a whole iteration on 4 x H200, where this runs beside the backward: more programs end sooner and take
-# multiprocessors from GEMMs, whose blocks each want one.
+# The fastest for a whole iteration on 4 x H200, where this kernel runs beside the backward: more programs finish sooner
+# but take multiprocessors from GEMMs, each of whose blocks needs one.
 _PROGRAMS, _BLOCK, _WARPS = 24, 4096, 16
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-# Threads of a block that compute, and the shared memory that its stages may take.
+# Threads of a block that compute, and the maximum shared memory of its stages.
 _THREADS, _STAGES_BYTES = 256, 196_608
 _MOST_RANKS = 8
 
@@ -32,13 +32,13 @@ class ShardedAdagrad(NamedTuple):
     g = sum of grads[i], in fp32 and rank order; state[i] += g^2; master[i] -= lr * g / (sqrt(state[i]) + eps);
     workings[first + i] = master[i], rounded, on every rank.
 
-    All tensors are contiguous, grads and workings 16-byte aligned; best `first` and n are multiples of 16. The caller
-    puts a barrier of all ranks before this, so that all gradients are written and no rank reads weights any more, and
-    one after it, before any rank reads weights or writes gradients.
+    All tensors are contiguous, grads and workings 16-byte aligned; `first` and n are ideally multiples of 16. The
+    caller puts a barrier of all ranks before this call, so that all gradients are written and no rank still reads
+    weights, and one after it, before any rank reads weights or writes gradients.
     """
 
     master: Tensor
-    """fp32 [n]; where workings are fp32, it may be this rank's slice of its own."""
+    """fp32 [n]; if workings are fp32, it may be this rank's slice of its own workings."""
     state: Tensor
     """fp32 [n]."""
     grads: PeerTensors
@@ -50,7 +50,7 @@ class ShardedAdagrad(NamedTuple):
     """fp32, one element, on the device."""
     eps: float
     watch: Watch | None = None
-    """See non_finite.py; its flags are raised before the first of these barriers."""
+    """See non_finite.py; its flags are raised before the first of the two barriers."""
 
     def launch(self) -> None:
         """Checks the arguments and updates."""
@@ -58,10 +58,10 @@ class ShardedAdagrad(NamedTuple):
         assert master.shape == state.shape and master.dim() == 1, "master and state: [n]"
         assert master.is_contiguous() and state.is_contiguous(), "flat buffers"
         assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
-        assert len(grads) == len(self.workings), "gradients and weights of the same ranks"
+        assert len(grads) == len(self.workings), "gradients and weights: of the same ranks"
         assert grads.own.shape == master.shape and grads.own.is_contiguous(), "gradients: [n]"
         assert flat.dim() == 1 and flat.is_contiguous(), "weights: [N]"
-        assert 0 <= self.first <= flat.numel() - master.numel(), "a slice of the flat buffers"
+        assert 0 <= self.first <= flat.numel() - master.numel(), "the slice must lie within the flat buffers"
         assert self.learning_rate.numel() == 1 and self.learning_rate.device == master.device, (
             "learning rate: a device scalar"
         )
@@ -119,12 +119,12 @@ class ShardedAdagrad(NamedTuple):
             )
 
     def cuda(self, blocks: int = _PROGRAMS, threads: int = _THREADS, stages: int = 0) -> None:
-        """Updates in one kernel for Hopper GPUs with more loads in flight; up to eight ranks, `first` and n in whole
-        accesses of 16 bytes."""
+        """Updates in one kernel for Hopper GPUs with more loads in flight; up to eight ranks, `first` and n multiples
+        of a 16-byte access."""
         master, grads, workings, own = self.master, self.grads, self.workings, self.workings.own
         width = 16 // own.itemsize
         assert own.dtype == grads.own.dtype, "gradients and weights of one dtype"
-        assert master.numel() % width == self.first % width == 0, "whole accesses of 16 bytes"
+        assert master.numel() % width == self.first % width == 0, "first and n: whole accesses of 16 bytes"
         aligned = (master, self.state, *grads.tensors, *workings.tensors)
         assert all(t.data_ptr() % 16 == 0 for t in aligned), "16-byte aligned"
         if master.numel() == 0:
@@ -194,8 +194,8 @@ def _sharded_adagrad_kernel(
     for turn in range(turns):
         at = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * block + tl.arange(0, block)
         mask = (at < count) & goes_on
-        # The own tensors give the addresses their pointer type; alignment is a hint on the pointer, as the cast loses
-        # the integer's.
+        # This rank's tensors give the addresses their pointer type; alignment is a hint on the pointer, because the
+        # cast loses the integer's.
         g = tl.zeros([block], tl.float32)
         for rank in tl.static_range(ranks):  # unrolled: the loads of all ranks are in flight together
             grad = tl.multiple_of(tl.load(grads + rank).to(own_grad.dtype), 16)
@@ -203,7 +203,7 @@ def _sharded_adagrad_kernel(
         s = tl.load(state + at, mask) + g * g
         w = tl.load(master + at, mask) - tl.div_rn(rate * g, tl.sqrt_rn(s) + eps)
         if flags:
-            whole = s < float("inf")  # false for NaN too, and s is never less than 0
+            whole = s < float("inf")  # false for NaN too; s is never negative
             tl.store(bad + at * 0, at * 0 + 1, mask & (whole == 0))
             mask = mask & whole
         tl.store(state + at, s, mask)

@@ -1,24 +1,25 @@
 // Causal SiLU attention over jagged sequences, for Hopper (sm_90a); see silu_attention.py.
 //
-// Three kernels by MODE, each of tiles: X, 128 rows of a sequence and a head, stays while Y, tiles of Y_ROWS rows of that
-// sequence and head, pass by:
+// Three kernels by MODE, each over tiles: a tile of X, 128 rows of a sequence and a head, stays while tiles of Y,
+// Y_ROWS rows of that sequence and head each, stream past:
 //   FORWARD  X: q      Y: k, v     s = q k'                     out = w v
 //   KEY      X: k, v   Y: q, do    s' = k q'    dw' = v do'     dk = ds' q    dv = w' do    and stores ds'
 //   QUERY              Y: k, ds'                                dq = ds k
-// with w = silu(alpha s) of keys that a row attends to and ds = dw * silu'(alpha s); outputs are times a scale. No sum
-// crosses tiles of X, so that each is added up in one order. dq goes through ds in memory, in bf16: to compute s and dw
-// again costs two products of seven, and sums of dq in memory are ones that blocks would have to take turns at.
+// with w = silu(alpha s) for attended keys and ds = dw * silu'(alpha s); outputs are multiplied by a scale. No sum
+// crosses tiles of X, so each is added in one order. dq is computed from ds in memory, in bf16: recomputing s and dw
+// would add two products to seven, and summing dq in memory would make blocks take turns.
 //
-// One block a multiprocessor takes items (a tile of X) from a list, those of a sequence and a head one after the other,
-// because they share their Y in L2. A warp brings tiles by the bulk tensor copy engine, X of the next item while this
-// one is computed. Two warpgroups have 64 rows of X each, and one's element-wise work is beside the other's products.
+// One block per multiprocessor takes items (a tile of X) from a list that keeps each sequence and head together,
+// because their items share Y in L2. One warp loads tiles with the bulk tensor copy engine, and loads X of the next
+// item during the current one. Two warpgroups have 64 rows of X each; one's element-wise work overlaps the other's
+// products.
 //
-// Rows past a sequence's end in its last tile belong to others: those of Y, and of X where ds is stored, are zeroed in
-// shared memory, the others of X computed and not stored.
+// Rows past a sequence's end in its last tile belong to other sequences: those of Y, and of X if ds is stored, are
+// zeroed in shared memory; the other rows of X are computed but not stored.
 
 #include "silu_attention_consumer.cuh"
 
-// Both warpgroups' pieces of 64 keys, where there are some.
+// Loads both warpgroups' pieces of 64 keys, if they exist.
 __device__ __forceinline__ void load_pieces(const Arguments& p, const Item& item, int x_tile, int keys, u32 to,
                                             u32 full) {
   const int first = max(2 * x_tile, keys), last = min(2 * x_tile + 1, (item.length - 1) / 64);
@@ -27,7 +28,7 @@ __device__ __forceinline__ void load_pieces(const Arguments& p, const Item& item
     copy(to + rows % 2 * PIECE * 2, p.pieces + u64(piece_of(item, rows, keys)) * PIECE, PIECE * 2, full);
 }
 
-// One thread's.
+// Called by one thread.
 __device__ void bring_tiles(const Arguments& p, const Memory& memory) {
   const int begin = p.range[0], end = p.range[1];
   Slot slot{0, 0};

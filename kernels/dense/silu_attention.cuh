@@ -1,5 +1,5 @@
-// Warpgroups' products of bf16 for silu_attention.cu beside those of hopper.cuh: of 64 columns, and with the first factor
-// in registers; and what keeps the compiler from moving an accumulator while the tensor cores have it.
+// bf16 warpgroup products for silu_attention.cu beyond those of hopper.cuh: with 64 columns, and with the first factor
+// in registers; and fences that keep the compiler from moving an accumulator while the tensor cores use it.
 
 #include "hopper.cuh"
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ void fence_registers() { asm volatile("wgmma.fence.sy
 
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most PENDING groups of products are under way. d: what the finished ones have computed.
+// Waits until at most PENDING groups of products are in flight. d: the result of the finished groups.
 template <int PENDING>
 __device__ __forceinline__ void wait_products(float (&d)[64]) {
   asm volatile("wgmma.wait_group.sync.aligned %64;" : R16(0), R16(16), R16(32), R16(48) : "n"(PENDING) : "memory");
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_columns(float (&d)[64], const u32* a, u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// The same of a as 16 rows of 64 columns, in shared memory.
+// The same with a as 16 rows of 64 columns in shared memory.
 __device__ __forceinline__ void multiply_columns(float (&d)[64], u64 a, u64 b, int accumulate) {
   asm volatile(
       "{\n"
@@ -77,7 +77,7 @@ __device__ __forceinline__ void multiply_columns(float (&d)[64], u64 a, u64 b, i
 #undef R16
 #undef R4
 
-// Relative error 2^-11 at most, where silu through exp takes two such operations and a bf16 keeps 2^-9.
+// Relative error at most 2^-11, while bf16 has 2^-9; silu through exp would take two such operations.
 __device__ __forceinline__ float fast_tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

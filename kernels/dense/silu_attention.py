@@ -1,9 +1,9 @@
 """Causal attention with pointwise SiLU over jagged sequences, as in HSTU (Zhai et al. 2024, arXiv 2402.17152, eq. 2).
 
-Weights are silu(q k^T / sqrt(D)) / max_length instead of a softmax's, so no row needs another key's weight, and forward
-and backward are tiles of GEMMs that keep nothing between them; on Hopper those of silu_attention.cu. A sequence ends
-with its targets (the candidates to rank): a target attends to the history and to itself, never to another target. The
-[length, length] weights exist in registers alone.
+Weights are silu(q k^T / sqrt(D)) / max_length instead of a softmax, so no row needs another key's weight. Forward and
+backward are tiled GEMMs that store nothing in between; on Hopper, silu_attention.cu runs them. A sequence ends with its
+targets (the candidates to rank): a target attends to the history and to itself, never to another target. The [length,
+length] weights exist in registers only.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from dlrm_bench.kernels.dense._silu_attention_hopper import (
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
 _TILE, _NUM_WARPS = 64, 4  # rows and keys of a program's tile, at most
-# Of fp32 that is not rounded to TF32: without tensor cores, a thread holds whole rows of both factors in registers. Of
-# heads of 128 it lacks 184 bytes, and 50 KB with tiles as above, which take 55 CPU seconds to compile, not two.
+# For fp32 that is not rounded to TF32: without tensor cores, a thread holds whole rows of both factors in registers.
+# Heads of 128 then spill 184 bytes; with the tiles above, 50 KB, and compiling takes 55 CPU seconds instead of two.
 _EXACT_TILE, _EXACT_NUM_WARPS = 16, 8
-_TILE_BYTES = 2**15  # of rows, at most: the backward of keys has six such tiles in shared memory
+_TILE_BYTES = 2**15  # of a tile's rows, at most: the backward of keys has six such tiles in shared memory
 
-_PASS_PIECES = 2**18  # of 8 KB: what a pass of the backward has memory for, and one sequence's and head's more
+_PASS_PIECES = 2**18  # of 8 KB: a backward pass's memory, to which one sequence and head's pieces are added
 
 
 class Sequences(NamedTuple):
     """The sequences of tokens.
 
     offsets: int32 or int64 [B + 1], tokens of sequence b are offsets[b] to offsets[b + 1] - 1. targets: int32 or int64
-    [B], number of targets at the end of a sequence. max_length: no sequence is longer, which is not checked, because
+    [B], number of targets at the end of a sequence. max_length: an upper bound of the lengths; not checked, because
     lengths are on the device.
     """
 
@@ -52,11 +52,11 @@ class Sequences(NamedTuple):
 
 
 def silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
-    """Store what every token attends to in `out`: [T, H, V], overwritten.
+    """Stores the attention output of every token in `out`: [T, H, V], overwritten.
 
-    q, k: [T, H, D], v: [T, H, V], T tokens of all sequences, H heads; one dtype, fp32, bf16 or fp16, D and V powers of
-    two from 16 on. A token's heads lie next to each other, tokens any distance apart, so that slices of one projection
-    will do. Rows past the last sequence are 0.
+    q, k: [T, H, D], v: [T, H, V], T tokens of all sequences, H heads; one dtype, fp32, bf16 or fp16; D and V powers of
+    two, at least 16. A token's heads are contiguous; any token stride, so that slices of one projection are accepted.
+    Rows past the last sequence become 0.
     """
     _check(q, k, v, out, out)
     forward = plain_silu_attention_forward
@@ -69,10 +69,10 @@ def silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
 def silu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Store the gradients of `silu_attention_forward`'s inputs in dq, dk and dv, shaped and laid out like them.
+    """Stores the gradients of `silu_attention_forward`'s inputs in dq, dk and dv, shaped and laid out like the inputs.
 
-    grad: [T, H, V], the gradient of its output. Rows past the last sequence are 0. Equal inputs give equal bits: no sum
-    is made by atomics.
+    grad: [T, H, V], the gradient of the output. Rows past the last sequence become 0. Equal inputs give equal bits: no
+    sum uses atomics.
     """
     _check(q, k, v, grad, dv)
     backward = plain_silu_attention_backward
@@ -85,7 +85,7 @@ def silu_attention_backward(
 
 
 def applies(*tensors: Tensor) -> bool:
-    """Whether the kernels for Hopper take these: bf16, heads of 128, tokens at multiples of 16 bytes."""
+    """Whether the Hopper kernels support these tensors: bf16, heads of 128, token strides multiples of 16 bytes."""
     return available() and all(
         t.is_cuda
         and t.dtype == torch.bfloat16
@@ -102,8 +102,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, like_v: Tensor) -> None
     assert q.dtype == k.dtype == v.dtype == out.dtype, "one dtype"
     for tensor in (q, k, v, out, like_v):
         width = tensor.shape[2]
-        assert width >= 16 and width == next_power_of_2(width), f"head widths: powers of two from 16 on, not {width}"
-        assert tensor.stride(2) == 1 and tensor.stride(1) == width, "heads of a token must lie next to each other"
+        assert width >= 16 and width == next_power_of_2(width), f"head width: a power of two, at least 16, not {width}"
+        assert tensor.stride(2) == 1 and tensor.stride(1) == width, "a token's heads must be contiguous"
 
 
 def plain_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
@@ -130,7 +130,7 @@ def _at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 class _Padded:
-    """Sequences as [B, N, H, ...], their attention weights and the derivatives of these: fp32 [B, H, N, N]."""
+    """Sequences as [B, N, H, ...], their attention weights and the derivatives of the weights: fp32 [B, H, N, N]."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
         offsets = sequences.offsets.long()
@@ -149,7 +149,7 @@ class _Padded:
         self.slopes = sigmoid * (1 + scores * (1 - sigmoid)) * factor * scale
 
     def pad(self, jagged: Tensor) -> Tensor:
-        """Returns [B, N, H, ...] of [T, H, ...], with zeros past a sequence's end."""
+        """Returns [T, H, ...] as [B, N, H, ...], with zeros past a sequence's end."""
         if not len(jagged):
             return jagged.new_zeros(*self._tokens.shape, *jagged.shape[1:])
         return jagged[self._tokens] * self._inside[:, :, None, None]
@@ -160,9 +160,9 @@ class _Padded:
 
 
 def cuda_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
-    """Computes `silu_attention_forward` by Hopper's tensor cores: one kernel lists tiles, another computes them.
+    """Computes `silu_attention_forward` on Hopper's tensor cores: one kernel lists tiles, another computes them.
 
-    What `applies` is true of. Weights in bf16 are not yet divided by max_length, which is done in fp32.
+    Requires `applies`. bf16 weights are not yet divided by max_length; that is done in fp32.
     """
     if len(q) == 0 or len(sequences.targets) == 0:
         return
@@ -173,8 +173,8 @@ def cuda_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequ
 def cuda_silu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Computes `silu_attention_backward` by Hopper's tensor cores: dk, dv and, in bf16, gradients of scores, then dq
-    from these; in passes, so that 2 GiB of memory are enough for any batch. Sequences are cut at max_length.
+    """Computes `silu_attention_backward` on Hopper's tensor cores: first dk, dv and the scores' gradients, in bf16,
+    then dq from the latter. Runs in passes, so that 2 GiB suffice for any batch. Sequences are cut at max_length.
     """
     if len(q) == 0 or len(sequences.targets) == 0:
         return
@@ -195,7 +195,7 @@ def cuda_silu_attention_backward(
 
 
 def triton_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:
-    """Computes `silu_attention_forward` in one kernel: a program for a tile of a sequence's tokens and a head."""
+    """Computes `silu_attention_forward` in one kernel: one program per head and tile of a sequence's tokens."""
     sizes = _sizes(q, v)
     _silu_attention_forward_kernel[_grid(q, sequences, sizes)](
         q, k, v, out, *_common(q, k, v, sequences), out.stride(0), **sizes
@@ -205,7 +205,7 @@ def triton_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Se
 def triton_silu_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
-    """Computes `silu_attention_backward` in two kernels: of queries, then of keys and values, a tile a program."""
+    """Computes `silu_attention_backward` in two kernels: queries, then keys and values, one program per tile."""
     common, sizes = _common(q, k, v, sequences), _sizes(q, v)
     grid, grad_row = _grid(q, sequences, sizes), grad.stride(0)
     _silu_attention_query_backward_kernel[grid](q, k, v, grad, dq, *common, grad_row, dq.stride(0), **sizes)
@@ -235,7 +235,7 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, Any]:
 
 @jit
 def _tile(base, row, start, first, length, head, columns: tl.constexpr, tile: tl.constexpr):
-    """Loads [tile, columns] of a head, tokens `first` and on of the sequence that begins at token `start`."""
+    """Loads a head's [tile, columns]: tokens from `first` on of the sequence that begins at token `start`."""
     token = first + tl.arange(0, tile)
     at = (start + token).to(tl.int64)[:, None] * row + head * columns + tl.arange(0, columns)[None, :]
     return tl.load(base + at, (token < length)[:, None], other=0.0)
@@ -321,7 +321,7 @@ def _silu_attention_key_backward_kernel(
         of_keys = tl.zeros([tile, depth], tl.float32)
         of_values = tl.zeros([tile, width], tl.float32)
         row = first
-        end = tl.where(first < history, length, first + 1)  # targets are keys of their own rows alone
+        end = tl.where(first < history, length, first + 1)  # only a target's own row attends to it
         while row < end:
             queries = _tile(q, q_row, start, row, length, head, depth, tile)
             of_out = _tile(grad, grad_row, start, row, length, head, width, tile)

@@ -1,27 +1,27 @@
-// What silu_attention.cu's two warpgroups of consumers do: products, and what is element-wise.
+// Work of silu_attention.cu's two consumer warpgroups: products and element-wise operations.
 
 #include "silu_attention_tiles.cuh"
 
-// What a warp has of the work: its warpgroup's 64 rows of X, its own 16 of these.
+// A warp's view of the work: its warpgroup's 64 rows of X, and the 16 of these that are its own.
 struct Consumer {
   const Arguments& p;
   const Memory& memory;
   int warpgroup, warp, lane;
-  Slot y0, y1;  // of the tiles that come next
+  Slot y0, y1;  // of the next tiles
 
   __device__ Consumer(const Arguments& p, const Memory& memory, int warpgroup)
       : p(p), memory(memory), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
     y0 = {0, 0}, y1 = {1, 0};
   }
 
-  __device__ __forceinline__ Slot second_of(const Slot& slot) const {  // SLOTS being even
+  __device__ __forceinline__ Slot second_of(const Slot& slot) const {  // SLOTS is even
     return {slot.index + 1, slot.parity};
   }
   __device__ __forceinline__ u32 tile(const Slot& slot) const { return memory.y + slot.index * Y_BYTES; }
 
   __device__ __forceinline__ void await(const Slot& slot) const { wait(memory.full + 8 * slot.index, slot.parity); }
 
-  // Gives a tile back when at most PENDING groups of products are under way; d: what has been computed of it.
+  // Releases a tile once at most PENDING groups of products are in flight; d: the result of the tile's products.
   template <int PENDING, int N>
   __device__ __forceinline__ void give_back(float (&d)[N], const Slot& slot) const {
     wait_products<PENDING>(d);
@@ -40,13 +40,13 @@ struct Consumer {
     commit();
   }
 
-  // d (or 0) + weights, as pairs, of 64 rows of X and of 16 of Y, the i-th ones, times these.
+  // d (or 0) + the weights, as pairs, of 64 rows of X and of the i-th 16 rows of Y, times these rows of Y.
   __device__ __forceinline__ void add_16(float (&d)[64], const u32* weights, const Slot& slot, int i,
                                          int accumulate) const {
     multiply_columns(d, weights, descriptor(tile(slot), Y_HALF, 1024) + (i * 2048 >> 4), accumulate);
   }
 
-  // The same of all of Y's rows.
+  // The same for all rows of Y.
   __device__ __forceinline__ void add_up(float (&d)[64], const u32 (&weights)[Y_ROWS / 4], const Slot& slot,
                                          int accumulate) const {
     fence_registers();
@@ -55,7 +55,7 @@ struct Consumer {
     commit();
   }
 
-  // Scores of keys that rows do not attend to become MASKED.
+  // Sets the scores of keys that a row does not attend to to MASKED.
   __device__ __forceinline__ void mask(float (&s)[Y_ROWS / 2], int first_x, int first_y, int history) const {
     const int last_key = (MODE == KEY ? first_x + WARPGROUP_ROWS : first_y + Y_ROWS) - 1;
     const int first_row = MODE == KEY ? first_y : first_x;
@@ -77,7 +77,7 @@ struct Consumer {
                      : "memory");
   }
 
-  // Zeroes rows past the sequence's end, in the i-th item's first tiles of Y and in its X.
+  // Zeroes rows past the sequence's end in the i-th item's first tiles of Y and in its X.
   __device__ __forceinline__ void zero_others(int i, const Item& item, const Tiles& tiles) const {
     const int y_rows = item.length - tiles.top * Y_ROWS;
     const int x_rows = MODE == KEY ? item.length - tiles.x_tile * X_ROWS : X_ROWS;
@@ -93,17 +93,17 @@ struct Consumer {
     asm volatile("bar.sync 1, 256;" ::: "memory");
   }
 
-  // Sums of an item, times the scale of an output, as pairs.
+  // Rounds an item's sums, times an output's scale, to pairs.
   __device__ __forceinline__ void round(u32 (&pairs)[32], const float (&d)[64], int output) const {
     const float scale = p.scale[output];
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       pairs[i] = pack(d[2 * i] * scale, d[2 * i + 1] * scale);
-      asm volatile("" : "+r"(pairs[i])::"memory");  // not put off until they are stored, beside other products
+      asm volatile("" : "+r"(pairs[i])::"memory");  // not deferred until the store, which overlaps other products
     }
   }
 
-  // The warp's 16 rows through x, the warpgroup's rows of an operand of X, which nothing reads any more.
+  // Stores the warp's 16 rows via x, the warpgroup's rows of an operand of X that nothing reads any more.
   __device__ __forceinline__ void store(const u32 (&pairs)[32], u32 x, u32 item_address, int output) const {
     const Item item = item_at(item_address);
     const Tiles tiles(item);
@@ -134,21 +134,21 @@ struct Consumer {
   }
   __device__ __forceinline__ u32 item_of(int i) const { return memory.items + 32 * (i % 2); }
 
-  // Waits for the i-th item; returns whether there is one.
+  // Waits for the i-th item; returns whether it exists.
   __device__ __forceinline__ bool begin(int i) const {
     wait(memory.x_full + 8 * (i % 2), i / 2 & 1);
     return item_at(item_of(i)).tile_and_head >= 0;
   }
 
-  // Gives back X of the i-th item, through which its outputs went.
+  // Releases X of the i-th item, which its outputs were staged in.
   __device__ __forceinline__ void end(int i) const {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     if (lane == 0) arrive(memory.x_empty + 8 * (i % 2));
   }
 
-  // The products of one tile's weights with v are under way while those of the next tile are computed, and an item's
-  // outputs are stored while the next one's first scores are.
+  // The products of one tile's weights with v overlap the computation of the next tile's weights, and the store of an
+  // item's outputs overlaps the next item's first scores.
   __device__ __forceinline__ void forward() {
     float out[64], s[Y_ROWS / 2];
     u32 weights[Y_ROWS / 4], rounded[32];
@@ -194,7 +194,7 @@ struct Consumer {
     if (i > 0) store(rounded, x_of(i - 1), item_of(i - 1), 0);
   }
 
-  // Leaves out tiles of Y that hold no key which a row attends to, of the warpgroup's 64.
+  // Skips tiles of Y without a key that any of the warpgroup's 64 rows attends to.
   __device__ __forceinline__ void skip() {
     await(y0);
     await(second_of(y0));
@@ -203,7 +203,7 @@ struct Consumer {
     y0.advance(2);
   }
 
-  // Gives back the tiles before y0's.
+  // Releases the tiles before y0.
   template <int PENDING, int N>
   __device__ __forceinline__ void give_back_last(float (&d)[N]) const {
     const Slot last{(y0.index == 0 ? SLOTS : y0.index) - 2, 0};
@@ -211,34 +211,34 @@ struct Consumer {
     give_back<PENDING>(d, second_of(last));
   }
 
-  // Stores what the sums of the i-th item have come to.
+  // Stores the final sums of the i-th item.
   __device__ __forceinline__ void finish(const u32 (&rounded)[2][32], int i) const {
     store(rounded[0], x_of(i), item_of(i), 0);
     store(rounded[1], x_of(i) + X_BYTES, item_of(i), 1);
     end(i);
   }
 
-  // ds' of the warpgroup's keys: each thread's pairs of 32 rows of a key, in 16 bytes of those of 8 columns each.
+  // Stores ds' of the warpgroup's keys: each thread's pairs of a key's 32 rows, 16 bytes for each 8 columns.
   __device__ __forceinline__ void store_piece(const u32 (&pairs)[Y_ROWS / 4], int piece) const {
     u16* to = p.pieces + u64(piece) * PIECE;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int below = i / 2, half = i % 2, key = warp * 16 + lane / 4 + below * 8, chunk = half * 4 + lane % 4;
       const u32* of_half = pairs + 8 * half + below;
-      // In one: the compiler makes four stores of registers that do not lie next to each other.
+      // As one store: the compiler would make four stores from registers that are not adjacent.
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + key * 64 + ((chunk ^ key % 8) << 3)),
                    "r"(of_half[0]), "r"(of_half[2]), "r"(of_half[4]), "r"(of_half[6])
                    : "memory");
     }
   }
 
-  // Of a sequence's 64, the one that a piece has in this place.
+  // Returns which of a sequence's 64 rows a piece has at this place.
   __device__ __forceinline__ int row_of_piece(int place) const {
     return (place / 32 * 4 + place % 8 / 2) * 8 + place % 32 / 8 * 2 + place % 2;
   }
 
-  // Adds a tile's part to the sums, which begin with the FIRST tile of the i-th item; while that one's scores are
-  // computed, stores what the item before has come to. All registers are taken: the sums are waited for.
+  // Adds a tile to the sums, which begin with the FIRST tile of the i-th item; stores the previous item's
+  // results while that tile's scores are computed. All registers are in use, so it waits for the sums.
   template <bool FIRST>
   __device__ __forceinline__ void add_tile(float (&of_keys)[64], float (&of_values)[64], const u32 (&rounded)[2][32],
                                            int i, int first_x, int tile, int history, int first_piece) {
@@ -278,7 +278,7 @@ struct Consumer {
       add_16(of_keys, slopes + 4 * j, y0, j, !FIRST || j > 0);
     }
     commit();
-    // A last piece of rows that are all before the warpgroup's keys would lie outside of the sequence's.
+    // A last piece whose rows all precede the warpgroup's keys would lie outside the sequence's pieces.
     if (tile * Y_ROWS >= first_x) store_piece(slopes, first_piece + tile * (tile + 1) / 2);
     y0.advance(2);
     wait_products<0>(of_values);

@@ -1,9 +1,9 @@
-// What silu_attention.cu's blocks have to do: a list of tiles of 128 rows of every sequence and head.
+// Work list for silu_attention.cu's blocks: tiles of 128 rows of every sequence and head.
 //
-// Those of a sequence and a head lie one after the other, sequences of more tiles first, so that short items come last.
-// A sequence and a head have pieces of the weights' gradients, of 64 rows and keys; of all pieces, counted in the order
-// of the list, a pass is those that begin in so many: its items are those from first[pass] to first[pass + 1] - 1.
-// One block a sequence, which counts the tiles and pieces of those before it.
+// Tiles of a sequence and head are adjacent; sequences with more tiles come first, so that short items come last. A
+// sequence and head have pieces of the weights' gradients, of 64 rows and keys. Pieces are counted in list order and
+// divided into ranges of equal length; a pass's items are those whose pieces begin in its range, from first[pass] to
+// first[pass + 1] - 1. One block per sequence; it counts the tiles and pieces of the sequences before it.
 
 using u64 = unsigned long long;
 
@@ -16,7 +16,7 @@ struct Item {
 struct Arguments {
   const void *offsets, *targets;
   Item* items;
-  int *first, *taken;  // passes + 1 numbers, and 2 * passes, which become 0
+  int *first, *taken;  // passes + 1 numbers, and 2 * passes numbers, set to 0
   int sequences, heads, offsets_bytes, targets_bytes, max_length, passes, pieces;
 };
 
@@ -24,7 +24,7 @@ __device__ int number(const void* numbers, int bytes, int i) {
   return bytes == 8 ? int(static_cast<const long long*>(numbers)[i]) : static_cast<const int*>(numbers)[i];
 }
 
-// Cut where it is longer than it may be, as memory for pieces would not do.
+// Clamped to the maximum length, because memory for pieces would not suffice otherwise.
 __device__ int length_of(const Arguments& p, int i) {
   return min(number(p.offsets, p.offsets_bytes, i + 1) - number(p.offsets, p.offsets_bytes, i), p.max_length);
 }

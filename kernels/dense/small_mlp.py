@@ -1,4 +1,4 @@
-"""A small MLP of three layers in one launch, for batches whose GEMMs one by one take longer to start than to run."""
+"""A small MLP of three layers in one launch, for batches whose separate GEMMs take longer to launch than to run."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor
 from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 
-_DEPTH = 64  # of the second layer's product at a time
+_DEPTH = 64  # depth of the second layer's product per step
 _INPUTS, _WIDEST = 16, 512
-# Elements of the last weight, which a program reads whole: with these it takes up to 206 KB of a Hopper's 227 KB of
-# shared memory, with twice as many 257 KB or more.
+# Elements of the last weight, which a program loads whole: with this many, it uses up to 206 KB of a Hopper's 227 KB of
+# shared memory; with twice as many, 257 KB or more.
 _LAST_WEIGHT = 2**16
-_FEW_ROWS, _ROWS, _WARPS = 16, 64, 8  # of one program; the former where they leave multiprocessors idle
+_FEW_ROWS, _ROWS, _WARPS = 16, 64, 8  # per program; _FEW_ROWS if _ROWS would leave multiprocessors idle
 _FEW = 2048
 
 
 def applies(widths: Sequence[int], inputs: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes such layers."""
+    """Whether the kernel supports these layers."""
     powers = all(width & (width - 1) == 0 and _DEPTH <= width <= _WIDEST for width in widths)
     fits = len(widths) == 3 and widths[1] * widths[2] <= _LAST_WEIGHT
     return fits and powers and inputs == _INPUTS and dtype == torch.bfloat16
 
 
 class SmallMLP(NamedTuple):
-    """inputs = features, rounded, and columns of zeros; then, three times, relu(inputs @ weight.T + bias), into hidden;
-    the last one into `out` too. NaN stays NaN.
+    """Writes features, rounded and zero-padded, to `inputs`; then applies relu(inputs @ weight.T + bias) three times,
+    into `hidden`, and the last also into `out`. NaN stays NaN.
 
-    Products are added up in fp32, and each layer's output is rounded once. All tensors but `out` are contiguous.
+    Products accumulate in fp32, and each layer's output is rounded once. All tensors but `out` are contiguous.
     """
 
     features: Tensor
@@ -39,20 +39,20 @@ class SmallMLP(NamedTuple):
     weights: Sequence[Tensor]
     """bf16 [k, 16], [m, k], [n, m]: powers of two from 64 to 512, m times n at most 2**16."""
     biases: Sequence[Tensor]
-    """bf16, of as many rows as the weights."""
+    """bf16, one element for each row of the weight."""
     inputs: Tensor
     """bf16 [batch, 16]."""
     hidden: Sequence[Tensor]
     """bf16 [batch, rows of each weight]."""
     out: Tensor
-    """bf16, of the last one's shape and of any row stride."""
+    """bf16, of the last layer's shape, any row stride."""
 
     def launch(self) -> None:
         """Checks the arguments and computes the three layers."""
         features, weights, inputs, hidden, out = self.features, self.weights, self.inputs, self.hidden, self.out
         batch = len(features)
         assert features.dtype == torch.float32 and features.is_contiguous() and features.shape[1] <= _INPUTS, "features"
-        assert applies([len(weight) for weight in weights], inputs.shape[1], inputs.dtype), "layers that it takes"
+        assert applies([len(weight) for weight in weights], inputs.shape[1], inputs.dtype), "unsupported layers"
         assert all(w.shape[1] == n for w, n in zip(weights, [_INPUTS, *map(len, weights)], strict=False)), "a chain"
         assert all(h.shape == (batch, len(w)) for h, w in zip(hidden, weights, strict=True)), "hidden: [batch, width]"
         assert all(t.is_contiguous() for t in (*weights, *self.biases, inputs, *hidden)), "contiguous tensors only"
@@ -97,7 +97,7 @@ triton_small_mlp = function(SmallMLP, SmallMLP.triton)
 
 @jit
 def _relu(x):
-    # Without the argument 0 of NaN: no loss would show it, and gradients of the layers before it would be 0 * NaN.
+    # By default max(NaN, 0) is 0: no loss would show the NaN, and gradients of earlier layers would be 0 * NaN.
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 

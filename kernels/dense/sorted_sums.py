@@ -1,7 +1,7 @@
-"""Sums of rows by keys that are sorted: the gradient of a gather, in one order, so that equal inputs give equal bits.
+"""Sums of rows by sorted keys: the gradient of a gather, added in one order, so that equal inputs give equal bits.
 
-Sorted places are cut into runs of 128, each summed by one program, whatever keys come there, for a key may have most
-places. A key's sums in several runs are added up in their order by a second kernel.
+Sorted places are cut into runs of 128, each summed by one program regardless of its keys, because one key may have most
+of the places. A second kernel adds up, in order, the sums of a key that spans several runs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit_of_any, next_power_of_2, tl
 
-_RUN = 128  # sorted places of a program
-_TILE = 8  # rows that it adds at once
+_RUN = 128  # sorted places per program
+_TILE = 8  # rows that a program adds at once
 
 
 class SortedKeys(NamedTuple):
-    """keys: int32 [N], sorted; those from K on have no sum. order: int64 [N], the rows that they came from, equal keys
-    in the order of rows. starts: int32 [K + 1], key k has places starts[k] to starts[k + 1] - 1."""
+    """keys: int32 [N], sorted; keys from K on are not summed. order: int64 [N], the row of each sorted key, equal keys
+    in row order. starts: int32 [K + 1], key k has places starts[k] to starts[k + 1] - 1."""
 
     keys: Tensor
     order: Tensor
@@ -27,14 +27,14 @@ class SortedKeys(NamedTuple):
 
 
 def sort_keys(keys: Tensor, count: int) -> SortedKeys:
-    """Returns keys, int32 [N], none of them negative, sorted; sums are of the first `count`."""
+    """Returns keys, int32 [N], none negative, in sorted order; `count`: the number of keys to sum."""
     ordered, order = keys.sort(stable=True)
     numbers = torch.arange(count + 1, dtype=keys.dtype, device=keys.device)
     return SortedKeys(ordered, order, torch.searchsorted(ordered, numbers, out_int32=True))
 
 
 def sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tensor) -> None:
-    """Store factor * (sum of the rows of each key) in `out`; 0 for a key without rows. Sums in fp32.
+    """Stores factor * (sum of the rows of each key) in `out`; 0 for a key without rows. Sums in fp32.
 
     rows: bf16 or fp32 [N, W], contiguous, W a power of two. out: bf16 or fp32 [K, W], contiguous.
     """
@@ -53,7 +53,7 @@ def plain_sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tensor
 
 
 def triton_sorted_sums(rows: Tensor, keys: SortedKeys, factor: float, out: Tensor) -> None:
-    """Computes `sorted_sums` in two kernels: sums within runs, and what keys have in several runs."""
+    """Computes `sorted_sums` in two kernels: sums within runs, then the sums of keys that span several runs."""
     places, width = rows.shape
     runs = cdiv(places, _RUN)
     partials = torch.empty(2, runs, width, dtype=torch.float32, device=rows.device)
@@ -69,8 +69,8 @@ def _sorted_sums_kernel(
     rows, keys, order, starts, out, partials, factor, runs, count,
     width: tl.constexpr, run: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Keys that lie within the run are stored in out; else their sums in partials: [0] of what began before the run,
-    [1] of what begins in it and ends later."""
+    """Stores the sums of keys that lie within the run in `out`; others in `partials`: [0] for the key that began before
+    the run, [1] for the key that begins in the run and ends later."""
     begin = tl.program_id(0) * run
     end = tl.minimum(begin + run, tl.load(starts + count))
     column = tl.arange(0, width)
@@ -97,7 +97,7 @@ def _sorted_sums_kernel(
 
 @jit_of_any("runs")
 def _sorted_sums_merge_kernel(starts, out, partials, factor, runs, width: tl.constexpr, run: tl.constexpr):
-    """Stores the sums of keys that several runs have, and of those that have no place."""
+    """Stores the sums of keys that span several runs, and zeros for keys without places."""
     key, column = tl.program_id(0), tl.arange(0, width)
     of_key, past = tl.load(starts + key), tl.load(starts + key + 1)
     at, last = of_key // run, (past - 1) // run

@@ -19,16 +19,16 @@ from dlrm_bench.kernels.dense.norm import (
     through_normalize,
 )
 
-_ROWS = 2  # of a program's tile
+_ROWS = 2  # rows of a program's tile
 
 
 class SwishNormForward(NamedTuple):
     """Stores x * sigmoid((x - mean) / sqrt(variance + eps) * weight + bias) of each row of x in `out`."""
 
     x: Tensor
-    """bf16 or fp32 [N, W], contiguous, W a power of two; so are all other matrices."""
+    """bf16 or fp32 [N, W], contiguous, W a power of two; likewise all other matrices."""
     weight: Tensor
-    """[W], as is the bias, of any format."""
+    """[W], of any dtype; likewise `bias`."""
     bias: Tensor
     out: Tensor
     eps: float
@@ -59,7 +59,7 @@ class SwishNormBackward(NamedTuple):
     bias: Tensor
     dx: Tensor
     dweight: Tensor
-    """fp32 [W], as is dbias."""
+    """fp32 [W]; likewise `dbias`."""
     dbias: Tensor
     eps: float
 
@@ -80,7 +80,7 @@ class SwishNormBackward(NamedTuple):
         self.dx.copy_(wide * sigmoid + of_normalized(of_normed * self.weight, x_hat, factor))
 
     def triton(self) -> None:
-        """Computes the gradients in one kernel, and the sums of its partial sums."""
+        """Computes the gradients in one kernel, and adds up its partial sums."""
         grad, x, weight, bias, dx, dweight, dbias, eps = self
         rows, width = x.shape
         partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)

@@ -1,8 +1,9 @@
-"""The first layer's input in one pass: rows of events and context, scaled, with place and time, dropped out.
+"""The first layer's input in one pass: rows of events and context, scaled, plus position and time, with dropout.
 
-Tokens of a sequence are eight of context, its events, oldest first, and the candidate. A token's place has a row of a
-weight: context by its number, all others counted from the end, so that (sample, row) names each token once, and a
-program that has eight rows of the weight takes these tokens of many samples: their gradients are sums in its registers.
+Tokens of a sequence are eight of context, then its events, oldest first, and the candidate. A token's position selects
+a row of the position weight: context by its number, other tokens counted from the end, so that (sample, row) names each
+token once. A program with eight rows of the weight handles these tokens in many samples and sums gradients in
+registers.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, plain_words, scale_of, threshold_of
 from dlrm_bench.kernels.dense.zero_tail import zero_tail
 
-_ROWS = 8  # places of a program: those that share a mask's counters
+_ROWS = 8  # positions per program: those that share a dropout mask's counters
 _COLUMNS = 128
-_GROUPS = 16  # of samples, at most: each has sums of all places
-_LEAST_GROUP = 4  # samples of a program
+_GROUPS = 16  # maximum number of sample groups: each has sums for all positions
+_LEAST_GROUP = 4  # minimum number of samples per program
 
 
 class TokenPlaces(NamedTuple):
-    """Places of tokens, and the rows that they read.
+    """Positions of tokens, and the rows that they read.
 
     offsets: int64 [B + 1], sequence b is tokens offsets[b] to offsets[b + 1] - 1. event: int32 or int64 [T], row of
     each event. timestamp: int32 [T], query: int32 [B], both seconds. context: number of a sample's context tokens.
-    max_length: number of tokens of the longest sequence, or more.
+    max_length: an upper bound of the number of tokens in a sequence.
     """
 
     offsets: Tensor
@@ -43,13 +44,13 @@ class TokenRows(NamedTuple):
     """Rows of each token from `token_input_forward`, int32 [N]."""
 
     event: Tensor
-    """Its row of the joined events; their number for context and where there is no token."""
+    """Row in the joined events; the number of such rows for context and for unused tokens."""
     time: Tensor
-    """Its row of the weight of time; their number where there is no token."""
+    """Row of the time weight; the number of such rows for unused tokens."""
 
 
 def no_rows(tokens: int, events: Tensor, time: Tensor) -> TokenRows:
-    """Returns the rows of that many places, none of which has a token. events, time: matrices of the rows."""
+    """Returns rows for `tokens` unused tokens. events, time: the matrices that the rows refer to."""
     event, bucket = (torch.full((tokens,), len(of), dtype=torch.int32, device=events.device) for of in (events, time))
     return TokenRows(event, bucket)
 
@@ -74,13 +75,13 @@ class _Tokens(NamedTuple):
 
 
 def token_input_factors(dropout: Dropout | None, count: int, width: int, places: TokenPlaces) -> Tensor:
-    """Returns the dropout's factor of each element of `count` tokens: fp32 [count, width], 0 or more than 1; 1 without
+    """Returns the dropout factor of each element of `count` tokens: fp32 [count, width], 0 or greater than 1; 1 without
     dropout."""
     if dropout is None or not count or len(places.offsets) == 1:
         return torch.ones(count, width, device=places.offsets.device)
     tokens = _Tokens.of(count, places)
     column, place = torch.arange(width, device=tokens.row.device), tokens.row[:, None]
-    # A counter's eight halves are those of eight places.
+    # A counter's eight halves belong to eight positions.
     words = torch.stack(plain_words(dropout, column, tokens.sample[:, None], place // _ROWS))
     word = words.gather(0, (place % _ROWS // 2).expand(1, count, width))[0]
     bits = word >> 16 * (place % 2) & 0xFFFF
@@ -88,27 +89,27 @@ def token_input_factors(dropout: Dropout | None, count: int, width: int, places:
 
 
 class TokenInputForward(NamedTuple):
-    """Stores factor * row + position + time of each token, with `dropout`, in `out`; 0 where there is no token.
+    """Stores factor * row + position + time of each token, with `dropout`, in `out`; 0 for unused tokens.
 
     N may be more than offsets[-1]. Computed in fp32.
     """
 
     events: Tensor
-    """[E + B, W], distinct events and then the samples' candidates, contiguous, W a power of two."""
+    """[E + B, W], distinct events followed by the samples' candidates, contiguous, W a power of two."""
     context: Tensor
-    """[B, C, W], contiguous, of the events' format."""
+    """[B, C, W], contiguous, of the events' dtype."""
     position: Tensor
     """fp32 [P, W], P >= max_length."""
     time: Tensor
-    """fp32 [M, W], row by the root of the minutes from a token to the query, rounded down; context has time 0 and the
-    candidate the query's."""
+    """fp32 [M, W]; the row is the square root of the minutes from a token to the query, rounded down; context has time
+    0 and the candidate the query's time."""
     places: TokenPlaces
     factor: float
     dropout: Dropout | None
     out: Tensor
-    """[N, W], contiguous, of the events' format."""
+    """[N, W], contiguous, of the events' dtype."""
     rows: TokenRows
-    """`no_rows` before."""
+    """Must be initialized by `no_rows`."""
 
     def launch(self) -> None:
         """Checks the arguments and computes `out` and `rows`."""
@@ -119,13 +120,13 @@ class TokenInputForward(NamedTuple):
         events, context, position, time, places, *_, out, _ = self
         width, samples = out.shape[1], len(places.offsets) - 1
         assert events.dtype == context.dtype == out.dtype, "one dtype"
-        assert position.dtype == time.dtype == torch.float32, "weights of place and time: fp32"
+        assert position.dtype == time.dtype == torch.float32, "weights of position and time: fp32"
         assert context.shape == (samples, places.context, width), "context: [B, C, W]"
-        assert len(events) >= samples and len(position) >= places.max_length, "rows for all candidates and places"
+        assert len(events) >= samples and len(position) >= places.max_length, "rows for all candidates and positions"
         matrices = events, position, time, out
         assert all(of.shape[1] == width and of.is_contiguous() for of in matrices), "[*, W], contiguous"
         assert context.is_contiguous() and width == next_power_of_2(width), f"width: a power of two, not {width}"
-        assert len(places.event) == len(places.timestamp), "an event and a time of each"
+        assert len(places.event) == len(places.timestamp), "event and timestamp: one of each per event"
         assert places.timestamp.dtype == places.query.dtype == torch.int32, "times: int32"
 
     def plain(self) -> None:
@@ -167,15 +168,15 @@ class TokenInputForward(NamedTuple):
 
 
 class TokenInputBackward(NamedTuple):
-    """Stores grad after `dropout` in `through`, and the sums of these over the tokens of each place in dposition. Equal
+    """Stores grad after `dropout` in `through`, and its sums over the tokens of each position in dposition. Equal
     inputs give equal bits."""
 
     grad: Tensor
-    """[N, W], contiguous, the gradient of `out` of `TokenInputForward`."""
+    """[N, W], contiguous, the gradient of `TokenInputForward`'s `out`."""
     places: TokenPlaces
     dropout: Dropout | None
     through: Tensor
-    """Like grad, and may be grad. Rows without a token stay unchanged."""
+    """Like grad, and may be grad. Rows of unused tokens stay unchanged."""
     dposition: Tensor
     """fp32 [P, W]."""
 
@@ -183,7 +184,7 @@ class TokenInputBackward(NamedTuple):
         """Checks the arguments and computes the gradients."""
         grad, places, _, through, dposition = self
         assert grad.is_contiguous() and through.is_contiguous() and through.shape == grad.shape, "[N, W], contiguous"
-        assert dposition.dtype == torch.float32 and len(dposition) >= places.max_length, "dposition: fp32, all places"
+        assert dposition.dtype == torch.float32 and len(dposition) >= places.max_length, "dposition: fp32 [P, W]"
         (self.triton if grad.is_cuda else self.plain)()
 
     def plain(self) -> None:
@@ -199,7 +200,7 @@ class TokenInputBackward(NamedTuple):
             through.copy_(torch.where(inside, dropped.to(grad.dtype), through))
 
     def triton(self) -> None:
-        """Computes the gradients in one kernel, and the sum over groups of samples."""
+        """Computes the gradients in one kernel, and the sums over sample groups in another."""
         grad, places, dropout, through, dposition = self
         samples, width = len(places.offsets) - 1, grad.shape[1]
         grid = _grid(places, samples, width)
@@ -240,13 +241,13 @@ triton_token_input_backward = function(TokenInputBackward, TokenInputBackward.tr
 
 @jit
 def _tokens_of(start, end, place, context: tl.constexpr):
-    """Returns the tokens at these places of a sequence, int64 [rows], and whether there are such, bool."""
+    """Returns the tokens at these positions of a sequence, int64 [rows], and whether they exist, bool."""
     return tl.where(place < context, start + place, end - 1 - (place - context)), place < end - start
 
 
 @jit
 def _drop(values, seed, stream, sample, place, column, threshold: tl.constexpr, scale: tl.constexpr):
-    """Returns values with dropout. place: int32 [8], from a multiple of eight on."""
+    """Returns values with dropout. place: int32 [8], starting at a multiple of eight."""
     if threshold > 0:
         one, two, three, four = dropout_words(seed, stream, column[None, :], sample, tl.min(place, 0) // 8)
         pair = (place % 8 // 2)[:, None]

@@ -1,4 +1,4 @@
-"""Zeros in what lies past the last token, where the host knows a capacity and the device the number of tokens."""
+"""Zeroes the rows past the last token, where the host knows the capacity and only the device the number of tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PROGRAMS = 264
 
 
 def zero_tail(out: Tensor, end: Tensor) -> None:
-    """Store zeros in the rows of `out` from `end` on.
+    """Stores zeros in the rows of `out` from `end` on.
 
-    out: bf16, fp16 or fp32 [N, C], rows any distance apart. end: int32 or int64 [1], on the device.
+    out: bf16, fp16 or fp32 [N, C], any row stride. end: int32 or int64 [1], on the device.
     """
-    assert out.dim() == 2 and out.stride(1) == 1, "[N, C], a row's columns next to each other"
+    assert out.dim() == 2 and out.stride(1) == 1, "out: [N, C], contiguous columns"
     (triton_zero_tail if out.is_cuda else plain_zero_tail)(out, end)
 
 

@@ -1,1 +1,1 @@
-"""Kernels of embedding forward and backward: lookup, the ways of pooled vectors and their gradients, table update."""
+"""Kernels of embedding forward and backward: lookup, exchange of pooled vectors and gradients, table update."""

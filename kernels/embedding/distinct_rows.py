@@ -1,8 +1,8 @@
-"""The distinct rows among a batch's ids, in a list for each rank that owns some of them.
+"""The distinct rows among a batch's ids, in one list per owner rank.
 
-Every place of a batch that has an id gets a key, owner * rows of an owner + the owner's row, by which `sort_ids` sorts
-the places. Equal ids then stand together, and those of one owner too: the first of each run of equal keys becomes an
-entry of its owner's list. Lists have a fixed capacity, whatever the ids are; nothing of it depends on the host.
+Every place of a batch with an id gets a key, owner * rows of an owner + the owner's row, by which `sort_ids` sorts the
+places. Equal ids, and all ids of one owner, are then adjacent: the first of each run of equal keys becomes an entry of
+its owner's list. Lists have a fixed capacity, whatever the ids are; nothing depends on the host.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
-_PIECE = 1024  # places that one program looks at
-_COARSE = 1024  # keys that a search reads first, equally far apart; next, those between two of them
+_PIECE = 1024  # places per program
+_COARSE = 1024  # keys that a search reads first, equally spaced; then it reads those between two of them
 
 
 class DistinctRows(NamedTuple):
@@ -24,22 +24,22 @@ class DistinctRows(NamedTuple):
     rows: Tensor
     """[W, capacity]: the owner's row of each entry, ascending; -1 after the last."""
     slots: Tensor
-    """[N]: the entry of each sorted place, counted over all lists, owner * capacity + place in its list; -1 of a place
-    without an id, and of one whose row its list does not take."""
+    """[N]: the entry of each sorted place, counted over all lists, owner * capacity + index in its list; -1 for a place
+    without an id, and for one whose row exceeds its list."""
     longest: Tensor
-    """[1]: entries that the longest list needs, capacity or not."""
+    """[1]: number of entries that the longest list needs, even if it exceeds the capacity."""
 
 
 def owner_keys(ids: Tensor, first_rows: Tensor, owners: int, rows_of_owner: int, keys: Tensor) -> None:
-    """keys[n] = owner * rows_of_owner + row, where id i of a table is row first_rows[n] + i // owners of rank
-    i % owners; -1 where ids[n] is below 0.
+    """Computes keys[n] = owner * rows_of_owner + row, where id i of a table is row first_rows[n] + i // owners of rank
+    i % owners; -1 where ids[n] is negative.
 
-    ids: int32 [N], rows of their table. first_rows: int32 [N], the first row of each place's table, alike on all
+    ids: int32 [N], rows of their table. first_rows: int32 [N], the first row of each place's table, the same on all
     owners. keys: int32 [N], may be `ids`. owners * rows_of_owner: below 2^31.
     """
     assert ids.dtype == first_rows.dtype == keys.dtype == torch.int32, "ids, first rows, keys: int32"
     assert ids.shape == first_rows.shape == keys.shape, "ids, first rows, keys: [N]"
-    assert 0 < owners * rows_of_owner < 1 << 31, "keys that int32 counts"
+    assert 0 < owners * rows_of_owner < 1 << 31, "keys must fit in int32"
     assert ids.is_contiguous() and first_rows.is_contiguous() and keys.is_contiguous(), "contiguous tensors only"
     make = triton_owner_keys if ids.is_cuda else plain_owner_keys
     make(ids, first_rows, owners, rows_of_owner, keys)
@@ -59,14 +59,14 @@ def triton_owner_keys(ids: Tensor, first_rows: Tensor, owners: int, rows_of_owne
 
 
 def distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
-    """Writes the distinct rows of sorted keys to their owners' lists; a list that is too short has the first of them.
+    """Writes the distinct rows of sorted keys to their owners' lists; a list that is too short holds the first ones.
 
-    keys: int32 [N], those of `owner_keys` in ascending order; rows_of_owner: as there.
+    keys: int32 [N], from `owner_keys`, in ascending order; rows_of_owner: as for `owner_keys`.
     """
     assert keys.dtype == torch.int32 and keys.is_contiguous(), "keys: contiguous int32"
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in out), "contiguous int32 only"
     assert out.slots.shape == keys.shape, "slots: [N]"
-    assert out.rows.numel() < 1 << 31, "slots that int32 counts"
+    assert out.rows.numel() < 1 << 31, "slots must fit in int32"
     write = triton_distinct_rows if keys.is_cuda else plain_distinct_rows
     write(keys, rows_of_owner, out)
 
@@ -88,7 +88,7 @@ def plain_distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> 
 
 
 def triton_distinct_rows(keys: Tensor, rows_of_owner: int, out: DistinctRows) -> None:
-    """Computes `distinct_rows` by a kernel that counts in each piece, a sum, a search for each owner, and two kernels
+    """Computes `distinct_rows` with a kernel that counts in each piece, a sum, a search for each owner, and two kernels
     that write."""
     owners, capacity = out.rows.shape
     count, pieces = len(keys), cdiv(len(keys), _PIECE)
@@ -116,7 +116,7 @@ def _owner_keys_kernel(ids, first_rows, keys, count, owners, rows_of_owner, piec
 
 @jit
 def _opens(keys, at, count):
-    """Keys at these sorted places, and whether each is the first of its run."""
+    """Returns the keys at these sorted places, and whether each is the first of its run."""
     key = tl.load(keys + at, at < count, other=-1)
     previous = tl.load(keys + at - 1, (at > 0) & (at < count), other=-1)
     return key, (key >= 0) & (key != previous)
@@ -141,14 +141,14 @@ def _owner_starts_kernel(
     fine: tl.constexpr,
     piece: tl.constexpr,
 ) -> None:
-    """The distinct rows before each owner's first, and at last all of them."""
+    """Writes the number of distinct rows before each owner's first, and the total last."""
     owner = tl.program_id(0)
     sample = tl.arange(0, coarse) * stride
     before = tl.load(keys + sample, sample < count, other=2147483647) // rows_of_owner < owner
     base = tl.maximum(tl.sum(before.to(tl.int32), 0) - 1, 0) * stride
     near = tl.arange(0, fine)
     key = tl.load(keys + base + near, (near < stride) & (base + near < count), other=2147483647)
-    # A key of -1 is nobody's; Triton rounds the quotient to 0, Python to -1, and its run opens nothing either way.
+    # A key of -1 has no owner; Triton rounds the quotient to 0, Python to -1, and its run opens nothing either way.
     position = base + tl.sum((key // rows_of_owner < owner).to(tl.int32), 0)
     number = position // piece
     at = number * piece + tl.arange(0, piece)
@@ -186,7 +186,7 @@ def _write_distinct_kernel(
 def _rest_of_lists_kernel(
     starts, rows, longest, capacity, owners: tl.constexpr, owner_block: tl.constexpr, piece: tl.constexpr
 ) -> None:
-    """Fills each list after its last entry, and computes the longest list."""
+    """Fills each list after its last entry, and computes the length of the longest list."""
     at = tl.program_id(0) * piece + tl.arange(0, piece)
     inside = at < capacity * owners
     owner = at // capacity

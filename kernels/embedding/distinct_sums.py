@@ -1,9 +1,9 @@
-"""The gradient of each distinct row: the sum over the places that name it, which stand together in sorted order.
+"""The gradient of each distinct row: the sum over the places that name it, which are adjacent in sorted order.
 
-A few rows are named by most places, so no run of equal rows may be one program's. A program walks over a chunk of
-consecutive sorted places, tile by tile, and adds up runs by a segmented scan. Runs that lie inside one chunk are
-finished there. What a chunk holds of a run that crosses its borders goes to `partials`, where a second kernel adds it
-up. No atomics: equal inputs give equal bits. row_wise_adagrad.py adds up runs alike.
+A few rows are named by most places, so a run of equal rows cannot be left to one program. A program walks over a chunk
+of consecutive sorted places, tile by tile, and adds up runs by a segmented scan. Runs inside one chunk are finished
+there. A chunk's sums of runs that cross its borders go to `partials`, where a second kernel adds them up. No atomics:
+equal inputs give equal bits. row_wise_adagrad.py adds up runs in the same way.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PROGRAMS = 2048
 
 
 def distinct_sums(gradients: Tensor, slots: Tensor, places: Tensor, sums: Tensor) -> None:
-    """sums[s] = sum of gradients[places[n]] over the n with slots[n] = s; what no slot names stays as it is.
+    """Computes sums[s] = sum of gradients[places[n]] over the n with slots[n] = s; unnamed sums stay unchanged.
 
-    gradients: fp32, bf16 or fp16 [P, C], C a power of two. slots, places: int32 [N], equal slots next to each other,
-    those below 0 padding. sums: [S, C] in any of the three formats; added up in fp32. All contiguous.
+    gradients: fp32, bf16 or fp16 [P, C], C a power of two. slots, places: int32 [N], equal slots adjacent, negative
+    ones padding. sums: [S, C] in any of the three formats; added up in fp32. All contiguous.
     """
     columns = gradients.shape[1]
     assert sums.shape[1] == columns == next_power_of_2(columns), f"columns: a power of two, not {columns}"
@@ -59,14 +59,14 @@ def triton_distinct_sums(gradients: Tensor, slots: Tensor, places: Tensor, sums:
 
 
 def chunks_of(count: int, columns: int, chunk: int = 0) -> tuple[int, int]:
-    """Returns the sorted places of a tile, and of a chunk."""
+    """Returns the number of sorted places in a tile and in a chunk."""
     tile = min(_MOST_TILE, max(1, TILE_ELEMENTS // columns))
     return tile, chunk or max(tile, min(_CHUNK, next_power_of_2(cdiv(count, _PROGRAMS))))
 
 
 def empty_partials(chunks: int, gradients: Tensor) -> Tensor:
-    """Returns memory for sums of runs that cross borders: row 0 of a chunk for its share of the run that comes in from
-    the left, row 1 for that of the run that first goes out."""
+    """Returns memory for sums of runs that cross borders: row 0 of a chunk for its share of the run that enters from
+    the left, row 1 for its share of the first run that leaves."""
     return torch.empty(chunks, 2, gradients.shape[1], dtype=torch.float32, device=gradients.device)
 
 
@@ -86,8 +86,8 @@ def sum_tile(
     tile: tl.constexpr,
 ):
     """Returns, within a kernel, running sums of a tile of the chunk that begins at `start`, fp32 [tile, columns];
-    whether each ends a run that lies in the chunk as a whole; and the carry into the next tile. Sums of runs that cross
-    a border go to `partials`."""
+    whether each ends a run that lies entirely in the chunk; and the carry into the next tile. Sums of runs that cross a
+    border go to `partials`."""
     run = tl.load(ids + at, at < count, other=-1)
     place = tl.load(places + at, at < count, other=0)
     previous = tl.load(ids + at - 1, (at > start) & (at <= count), other=-2)
@@ -112,8 +112,8 @@ def sum_tile(
 
 @jit
 def crossing_run(ids, partials, first, count, columns: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr):
-    """Returns, within a kernel, the run that opens in chunk `first` and continues in the next, -1 where there is none,
-    and its sum, fp32 [columns]."""
+    """Returns, within a kernel, the run that opens in chunk `first` and continues in the next, -1 if there is none, and
+    its sum, fp32 [columns]."""
     end = (first + 1) * chunk
     run = tl.load(ids + end - 1)
     id_before = tl.load(ids + first * chunk - 1, first > 0, other=-1)

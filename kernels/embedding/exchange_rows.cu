@@ -1,16 +1,16 @@
 // Exchange of rows between the device's memory and the host's; see tiered_rows.py.
 //
-// A block is one warp of at most 32 registers a thread and no shared memory: it fits beside a block of a matrix product
-// that takes the rest of a multiprocessor. So products need not wait for multiprocessors that wait for the link.
+// A block is one warp with at most 32 registers per thread and no shared memory: it fits beside a matrix product's
+// block that uses the rest of a multiprocessor. So products do not wait for multiprocessors that wait for the link.
 //
-// No headers: NVRTC comes with none. Given on the command line: ELEMENTS, the fp32 elements of a row, weights and state.
+// No headers: NVRTC comes with none. Macros: ELEMENTS, the number of fp32 elements of a row, weights and state.
 
 using u64 = unsigned long long;
 
-constexpr int WARP = 32, ROWS = 8;                       // rows of a warp at a time
-constexpr int QUADS = ELEMENTS / 4;                      // of a row
-constexpr int EACH = (QUADS + WARP - 1) / WARP;          // of a lane, at most
-constexpr int AT_ONCE = EACH < 2 ? EACH : 2;             // of a lane on their way, from either side
+constexpr int WARP = 32, ROWS = 8;                       // rows per warp at a time
+constexpr int QUADS = ELEMENTS / 4;                      // per row
+constexpr int EACH = (QUADS + WARP - 1) / WARP;          // per lane, at most
+constexpr int AT_ONCE = EACH < 2 ? EACH : 2;             // in flight per lane, from either side
 static_assert(ELEMENTS % 4 == 0, "rows of 16 bytes each");
 
 struct Arguments {

@@ -1,4 +1,4 @@
-"""Rows of a matrix, each where it is asked for: embeddings of single ids, without pooling."""
+"""Gathers rows of a matrix: embeddings of single ids, without pooling."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
-_TILE_ELEMENTS = 4096  # that a program copies
+_TILE_ELEMENTS = 4096  # elements that a program copies
 
 
 def gather_rows(source: Tensor, rows: Tensor, out: Tensor, places: Tensor | None = None) -> None:
-    """out[places[n]] = source[rows[n]], or out[n] without places; zeros where rows[n] is below 0.
+    """Computes out[places[n]] = source[rows[n]], or out[n] without places; zeros where rows[n] is negative.
 
-    source: fp32, bf16 or fp16 [R, C], rows: int32 [N], each below R, which is not checked; out: [N, C] of any of the
-    three formats, overlapping nothing. C: a power of two. places: int32 [N], each of 0 .. N - 1 once: with rows in
-    order, those that come often are read once and found in a cache then. All contiguous.
+    source: fp32, bf16 or fp16 [R, C]; rows: int32 [N], each below R (not checked); out: [N, C] of any of the three
+    formats, overlapping nothing. C: a power of two. places: int32 [N], a permutation of 0 .. N - 1: with sorted rows,
+    frequent rows are read once and then found in a cache. All contiguous.
     """
     columns = source.shape[1]
     assert out.shape == (len(rows), columns), f"out: [N, C], not {list(out.shape)}"

@@ -1,9 +1,9 @@
-"""A map from ids to places: which row of a memory of fixed size belongs to an id.
+"""A map from ids to places: which row of a fixed-size memory belongs to an id.
 
-An open hash table of slots, at most half of which are in use. An id stands somewhere in the window of slots that begins
-at its hash, wherever a slot was empty: so a slot is emptied without a trace, and a search reads the window. Kernels of
-fixed number and shape find ids, or add distinct ones; nothing of it depends on the host. Which slot an id has may
-differ from run to run, its place does not, as the caller gives it.
+An open hash table of slots, at most half of which are in use. An id occupies any slot, empty at its insertion, of the
+window that begins at its hash: so removing an id needs no tombstone, and a search reads the window. Kernels of fixed
+number and shape find ids, or add distinct ones; nothing depends on the host. An id's slot may differ from run to run;
+its place does not, because the caller supplies it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.embedding.initial_rows import GOLDEN, MIX_1, MIX_2, mix, mix_kernel
 
 WINDOW = 128
-"""Slots in which an id may stand. Of 60 million ids in twice as many slots, linear probing's longest way is about 93:
-ln n / (a - 1 - ln a) at a load a of 0.5 (Pittel, Linear probing: the probable largest search time, 1987)."""
+"""Number of slots in which an id may be. With 60 million ids in twice as many slots, linear probing's longest search is
+about 93: ln n / (a - 1 - ln a) at a load a of 0.5 (Pittel, Linear probing: the probable largest search time, 1987)."""
 EMPTY = -1
-"""Id of an empty slot."""
-_NEVER = -2  # id of no slot
-_STEP = 16  # slots of an id that a program reads at a time
-_FIND, _INSERT = 32, 128  # ids of a program
+"""Id in an empty slot."""
+_NEVER = -2  # an id that no slot holds
+_STEP = 16  # slots per id that a program reads at a time
+_FIND, _INSERT = 32, 128  # ids per program
 
 
 class IdSlots(NamedTuple):
-    """The memory of a map, of H slots, H a power of two and at least WINDOW."""
+    """The memory of a map with H slots, H a power of two and at least WINDOW."""
 
     ids: Tensor
     """int64 [H]: 0 or more, or EMPTY."""
     places: Tensor
-    """int32 [H]: of the id in each slot."""
+    """int32 [H]: the place of the id in each slot."""
 
 
 def empty_slots(ids: int, device: torch.device) -> IdSlots:
-    """Returns a map without ids, with slots for twice as many as `ids`."""
+    """Returns an empty map, with slots for twice the number `ids`."""
     size = max(next_power_of_2(2 * ids), WINDOW)
     slots = torch.full((size,), EMPTY, dtype=torch.int64, device=device)
     return IdSlots(slots, torch.full((size,), -1, dtype=torch.int32, device=device))
@@ -44,14 +44,14 @@ def empty_slots(ids: int, device: torch.device) -> IdSlots:
 
 def _check(ids: Tensor, of_ids: Tensor, slots: IdSlots) -> None:
     size = len(slots.ids)
-    assert size >= WINDOW and size == next_power_of_2(size), f"slots: a power of two from {WINDOW} on, not {size}"
+    assert size >= WINDOW and size == next_power_of_2(size), f"slots: a power of two, at least {WINDOW}, not {size}"
     assert slots.ids.dtype == torch.int64 and slots.places.dtype == of_ids.dtype == torch.int32, "ids int64, places 32"
     assert ids.dtype in (torch.int32, torch.int64) and ids.shape == of_ids.shape, "ids, and a place of each: [N]"
     assert all(tensor.is_contiguous() for tensor in (ids, of_ids, *slots)), "contiguous tensors only"
 
 
 def find_ids(ids: Tensor, slots: IdSlots, places: Tensor) -> None:
-    """places[n] = the place of ids[n]; -1 where the map lacks it, or it is below 0.
+    """Sets places[n] to the place of ids[n]; -1 if the map lacks it, or the id is negative.
 
     ids: int64 or int32 [N], may repeat; places: int32 [N].
     """
@@ -61,10 +61,10 @@ def find_ids(ids: Tensor, slots: IdSlots, places: Tensor) -> None:
 
 
 def insert_ids(ids: Tensor, places: Tensor, slots: IdSlots, slot_of: Tensor) -> None:
-    """Adds ids[n] with places[n] where that is 0 or more; where its window is full, places[n] becomes -1.
+    """Adds ids[n] with places[n] if that is not negative; if the id's window is full, places[n] becomes -1.
 
-    ids: int64 or int32 [N], of those that are added each once and none in the map. places: int32 [N], each once.
-    slot_of: int32 [P], of which the slot of each place that is given is written.
+    ids: int64 or int32 [N]; the added ones must be distinct and not yet in the map. places: int32 [N], distinct.
+    slot_of: int32 [P]; the slot of each given place is written to it.
     """
     _check(ids, places, slots)
     assert slot_of.dtype == torch.int32, "slot_of: int32 [P]"
@@ -98,7 +98,7 @@ def plain_insert_ids(ids: Tensor, places: Tensor, slots: IdSlots, slot_of: Tenso
         empty = (slots.ids[slot] == EMPTY).nonzero().flatten()
         ordered, order = slot[empty].sort(stable=True)
         opens = torch.ones_like(ordered, dtype=torch.bool)
-        opens[1:] = ordered[1:] != ordered[:-1]  # of those that want one slot, the first has it
+        opens[1:] = ordered[1:] != ordered[:-1]  # of ids that want the same slot, the first gets it
         taken, added = ordered[opens], empty[order[opens]]
         slots.ids[taken] = ids[waiting[added]].long()
         slots.places[taken] = places[waiting[added]]
@@ -159,7 +159,7 @@ def _insert_ids_kernel(
     step = 0
     while (tl.max(waits.to(tl.int32), 0) > 0) & (step < window):
         slot = (start + step) & mask
-        # Atomics have no mask: an id that waits no more asks for what no slot holds.
+        # Atomics have no mask: an id that no longer waits compares with an id that no slot holds.
         expected = tl.where(waits, tl.full([block], empty, tl.int64), tl.full([block], never, tl.int64))
         before = tl.atomic_cas(slot_ids + slot, expected, key)
         won = waits & (before == empty)

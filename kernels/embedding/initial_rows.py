@@ -1,6 +1,6 @@
-"""Initial weights of single rows, when their ids are first named: those of the same rows of tables that are whole.
+"""Initial weights of single rows, created when their ids are first named: the same as in complete tables.
 
-An element of a table is a function of the table's key, its row and its column alone: SplitMix64 (Steele, Lea, Flood,
+An element of a table is a function of only the table's key, its row and its column: SplitMix64 (Steele, Lea, Flood,
 OOPSLA 2014) of a counter, of which 24 bits become a number, uniform in +-bound.
 """
 
@@ -16,8 +16,8 @@ from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 _TILE_ELEMENTS = 2048  # of a program
 
 
-# torch has no unsigned arithmetic on int64, but its products wrap modulo 2^64, so the constants stand as the signed
-# integers of the same bits.
+# torch has no unsigned arithmetic on int64, but its products wrap modulo 2^64, so the constants are given as the signed
+# integers with the same bits.
 def signed(x: int) -> int:
     """Returns the signed integer of the same 64 bits."""
     return (x + 2**63) % 2**64 - 2**63
@@ -30,14 +30,14 @@ MIX_2 = signed(0x94D049BB133111EB)
 
 
 class RowsOfTables(NamedTuple):
-    """Rows of tables by an owner's numbers, and the distribution of their initial weights, for T tables.
+    """T tables' rows in an owner's numbering, and the distribution of their initial weights.
 
     Number first_rows[t] + i is row row_part + i * row_parts of table t."""
 
     first_rows: Tensor
     """int64 [T], ascending, each once."""
     keys: Tensor
-    """int64 [T], at which a table's counters begin."""
+    """int64 [T], start of each table's counters."""
     scales: Tensor
     """fp32 [T]: 2 * bound / 2^24."""
     bounds: Tensor
@@ -59,15 +59,15 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniform(counters: Tensor, key: int | Tensor) -> Tensor:
-    """Returns numbers of 24 bits in fp32, which are exact, for the counters of a table's elements. counters: int64."""
+    """Returns 24-bit numbers in fp32 (exact), for the counters of a table's elements. counters: int64."""
     return shift_right(mix(counters * GOLDEN + key), 40).to(torch.float32)
 
 
 def initial_rows(out: Tensor, targets: Tensor, numbers: Tensor, of: RowsOfTables) -> None:
-    """Writes the initial weights of row numbers[n] of an owner to out[targets[n]]; nothing where targets[n] is below 0.
+    """Writes the initial weights of an owner's row numbers[n] to out[targets[n]]; nothing if targets[n] is negative.
 
     out: fp32, bf16 or fp16 [R, C], C a power of two, columns adjacent; targets: int32 [N], each below R; numbers:
-    integers [N], each at least 0 where its target is. Both contiguous.
+    integers [N], not negative where the target is not. Both contiguous.
     """
     columns = out.shape[1]
     assert targets.dtype == torch.int32 and targets.shape == numbers.shape, "targets: int32 [N], numbers: [N]"
@@ -97,7 +97,7 @@ def triton_initial_rows(out: Tensor, targets: Tensor, numbers: Tensor, of: RowsO
     tensors = (out, targets, numbers, of.first_rows, of.keys, of.scales, of.bounds)
     numbering = (of.row_part, of.row_parts, tables, next_power_of_2(tables))
     sizes = (count, out.stride(0), *numbering, columns, tile, GOLDEN, MIX_1, MIX_2)
-    # Without fusion: a product and a difference that are rounded one after the other, as PyTorch's are.
+    # Without fusion: the product and the difference are rounded separately, as in PyTorch.
     _initial_rows_kernel[(cdiv(count, tile),)](*tensors, *sizes, num_warps=4, enable_fp_fusion=False)
 
 

@@ -1,8 +1,8 @@
-"""Moves of rows between two tiers of memory for the next batch; dlrm/tables/tiers/placement.py says why.
+"""Plans moves of rows between two memory tiers for the next batch; dlrm/tables/tiers/placement.py explains them.
 
-Fixed shapes, and nothing for the host to decide. In kernels: one marks the batch's rows, and those that are missing;
-one looks at the window of the ring for rows that may leave; a sum over blocks, and the k-th missing row meets the k-th
-one that may leave.
+Fixed shapes, and no host decisions. One kernel marks the batch's rows and the missing ones; one searches the window of
+the ring for rows that may leave; after a sum over blocks, the k-th missing row is paired with the k-th row that may
+leave.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BLOCKS_AT_A_TIME = 1024
 
 
 class PlanMoves(NamedTuple):
-    """Gives the rows of a batch their places, and says which exchanges bring them there."""
+    """Assigns places to the rows of a batch, and returns the exchanges that move them there."""
 
     rows: Tensor
-    """int32 [N], ascending, those below 0 padding."""
+    """int32 [N], ascending; negative ones are padding."""
     state: PlacementState
     moves: Moves
     """W is at most G."""
@@ -34,7 +34,7 @@ class PlanMoves(NamedTuple):
         state, moves = self.state, self.moves
         assert self.rows.dtype == torch.int32 and self.rows.is_contiguous(), "rows: int32, contiguous"
         assert len(moves.device) <= len(state.ring) < len(state.guest), "a window no longer than the ring"
-        assert state.counts.numel() >= len(state.place), "a count for each row"
+        assert state.counts.numel() >= len(state.place), "counts: one for each row"
         if self.rows.is_cuda:
             self.triton()
         else:
@@ -42,7 +42,7 @@ class PlanMoves(NamedTuple):
 
     @torch.no_grad()
     def plain(self) -> None:
-        """Plans in PyTorch, with nothing that a graph could not capture."""
+        """Plans in PyTorch, with operations that a graph could capture."""
         state, rows, device_rows = self.state, self.rows, len(self.state.guest)
         before, none = state.number.clone(), len(state.place) - 1
         at = torch.where(rows < 0, none, rows).long()
@@ -65,7 +65,7 @@ class PlanMoves(NamedTuple):
         self.moves.device.copy_(places)
         state.place[leaving] = host
         state.place[incoming] = places
-        state.place[none:] = -1  # of an index alone, CUDA would copy the number from the host
+        state.place[none:] = -1  # with a single index, CUDA would copy the number from the host
         state.occupant[places] = incoming
         late_moved = torch.minimum(late_count, moved)
         self.moves.late[1:].copy_(late_moved)
@@ -108,7 +108,7 @@ triton_plan_moves = function(PlanMoves, PlanMoves.triton)
 
 
 def _count_named(state: PlacementState, at: Tensor) -> None:
-    """Notes that this batch names the rows `at`, int64 [N], and halves a line of counts."""
+    """Records that this batch names the rows `at`, int64 [N], and halves a line of counts."""
     state.named[at] = state.number
     turn = state.batches % len(state.counts)
     state.counts.index_copy_(0, turn, state.counts.index_select(0, turn) >> 1)
@@ -119,7 +119,7 @@ def _count_named(state: PlacementState, at: Tensor) -> None:
 
 
 def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Changes roles in the window as far as it is used, and moves it on. Returns rows that leave and their places,
+    """Swaps roles in the used part of the window, and advances the window. Returns rows that leave and their places,
     [window], and their number."""
     none, device_rows = len(state.place) - 1, len(state.guest)
     compared, stride = walk(device_rows, window)
@@ -128,7 +128,7 @@ def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int
     walked = state.hand + torch.arange(window * compared, device=before.device).view(window, compared)
     others = (walked % device_rows * stride % device_rows).int()
     counts = state.counts.view(-1)
-    count_of_others = counts[state.occupant[others]].int() + 256 * state.guest[others].int()  # guests come last
+    count_of_others = counts[state.occupant[others]].int() + 256 * state.guest[others].int()  # guests rank last
     least = count_of_others.argmin(1, keepdim=True)
     guest, other = state.ring[in_ring], others.gather(1, least).view(-1)
     of_guest, of_other = state.occupant[guest], state.occupant[other]
@@ -140,7 +140,7 @@ def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int
     count = torch.minimum(missing, nth[-1])
     is_used = nth - may_leave.long() < missing
     swaps &= is_used
-    # A place under the hand may be a guest of this window: the guests' own values are written last.
+    # A compared place may be a guest of this window: the guests' own values are written last.
     state.guest[other] = state.guest[other] | swaps.to(torch.uint8)
     state.guest[guest] = (~swaps).to(torch.uint8)
     state.ring[in_ring] = torch.where(swaps, other, guest)
@@ -152,7 +152,7 @@ def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int
 
 
 def _compacted(values: Tensor, chosen: Tensor, rank: Tensor, size: int, empty: int) -> Tensor:
-    """Returns the chosen values at their ranks, which are below `size`; `empty` where there is none."""
+    """Returns the chosen values at their ranks, which are below `size`; `empty` elsewhere."""
     out = torch.full((size + 1,), empty, dtype=values.dtype, device=values.device)
     out[torch.where(chosen, rank, size)] = values  # the last one is nobody's
     return out[:size]
@@ -182,7 +182,7 @@ def _mark_kernel(
     at = tl.program_id(0) * block + tl.arange(0, block)
     row = tl.load(rows + at, at < size, other=-1)
     previous = tl.load(rows + at - 1, (at > 0) & (at < size), other=-1)
-    first = (row >= 0) & (row != previous)  # one of each row reads and writes what is known of it
+    first = (row >= 0) & (row != previous)  # only one program lane per row reads and writes its state
     before = tl.load(number).to(tl.int32)
     missing = first & (tl.load(place + row, first, other=0) >= device_rows)
     late = missing & (tl.load(named + row, first, other=0).to(tl.int32) == before)
@@ -216,7 +216,7 @@ def _window_kernel(
     compared: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    # A choice is 1 where roles are to change, and 2 more where the row may leave.
+    # A choice is 1 if roles are swapped, plus 2 if the row may leave.
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < window
     place = tl.load(ring + (tl.load(head) + at) % guests, inside, other=0)
@@ -244,7 +244,7 @@ def _window_kernel(
 
 @jit
 def _sums_before(of_block, blocks, tile: tl.constexpr):
-    """Writes the sum of all blocks before each over its own; returns the sum of all."""
+    """Replaces each block's sum by the sum of all blocks before it; returns the total."""
     total, start = 0, 0
     while start < blocks:
         at = start + tl.arange(0, tile)
@@ -257,7 +257,7 @@ def _sums_before(of_block, blocks, tile: tl.constexpr):
 
 @jit
 def _sums_kernel(late, early, free, totals, blocks, window_blocks, window, tile: tl.constexpr) -> None:
-    # Totals: late rows; all missing ones; rows that move; how much of the window is used.
+    # Totals: late rows; all missing rows; rows that move; used part of the window.
     late_rows = _sums_before(late, blocks, tile)
     missing = late_rows + _sums_before(early, blocks, tile)
     may_leave = _sums_before(free, window_blocks, tile)
@@ -307,7 +307,7 @@ def _outgoing_kernel(
     swaps = used & (chosen % 2 == 1)
     in_ring = ring + (tl.load(head) + at) % guests
     place, other = tl.load(in_ring, inside, other=0), tl.load(other_place + at, inside, other=0)
-    # Places whose roles change are no guests', or in the ring: no two programs write one.
+    # Places whose roles change are either not guests', or in the ring: no two programs write the same one.
     tl.store(guest + place, (place * 0).to(tl.uint8), swaps)
     tl.store(guest + other, (place * 0 + 1).to(tl.uint8), swaps)
     tl.store(in_ring, other, swaps)

@@ -1,9 +1,9 @@
-"""Embedding-bag sum lookup of fixed multi-hot sizes whose pooled vectors go straight into other GPUs' memory.
+"""Embedding-bag sum lookup of fixed multi-hot sizes that writes pooled vectors straight into other GPUs' memory.
 
 One kernel replaces FBGEMM's lookup, the pooled all-to-all and the regrouping of columns: the owner of a table's rows
 writes the pooled vector of each sample to its columns in the memory of the sample's rank.
 
-Rows are at random addresses, so speed is a matter of bytes in flight. A program takes a few bags of one table and has a
+Rows are at random addresses, so speed depends on the bytes in flight. A program takes a few bags of one table and has a
 tile of rows in flight at once: `step` ids of each bag, added up in registers, step by step until the bags end.
 """
 
@@ -19,15 +19,15 @@ from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.embedding.tiered_rows import check_host, host_offset, rows_at
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
-# By columns: rows that one program loads at a time; the most ids of one bag among them; warps of a program. The fastest
-# on 4 x H200 of seven shapes at 64 columns, from 512 to 3456 samples a GPU; other widths have as many elements.
+# By columns: rows that one program loads at a time; then the maximum ids per bag among them, and warps per program. The
+# fastest on 4 x H200 for seven shapes at 64 columns, 512 to 3456 samples a GPU; other widths load as many elements.
 _TILES = {16: 64, 32: 32, 64: 16, 128: 8}
 _WIDEST_STEP = 8
 _NUM_WARPS = 1
 
 
 class PooledTable(NamedTuple):
-    """A table, or its shard: `hot` ids a bag, rows from `first_row` on; pooled vectors stand at `out_column`."""
+    """A table or shard: `hot` ids per bag, rows from `first_row` on; pooled vectors begin at `out_column`."""
 
     hot: int
     first_row: int
@@ -35,15 +35,15 @@ class PooledTable(NamedTuple):
 
 
 class LookupTable:
-    """The places of each table's ids, rows and pooled vectors; put on the device once.
+    """The positions of each table's ids, rows and pooled vectors; copied to the device once.
 
     local_batch: samples of each of the `ranks` ranks. Output columns are multiples of 8. fields: int64 [tables, 5]:
     offset of the first id, first row, output column, hot, hot rounded up to a power of two; the largest hot first,
-    because its programs take longest and must not be the last to start.
+    because its programs take longest and must not start last.
     """
 
     def __init__(self, tables: Sequence[PooledTable], local_batch: int, ranks: int, device: torch.device) -> None:
-        assert all(table.hot > 0 for table in tables), "each bag has an id"
+        assert all(table.hot > 0 for table in tables), "every bag must have an id"
         assert all(table.out_column % 8 == 0 for table in tables), "output columns must be multiples of 8"
         self.tables, self.local_batch, self.ranks = tuple(tables), local_batch, ranks
         self.global_batch = ranks * local_batch
@@ -67,15 +67,15 @@ def pooled_lookup(
     first_out_row: int = 0,
     host: Tensor | None = None,
 ) -> None:
-    """Sums the rows of every bag and stores the sum with the rank of the bag's sample.
+    """Sums the rows of every bag and stores the sum on the rank of the bag's sample.
 
     weights: fp32 [R, C], C a power of two from 16 to 128: all tables, one after another; columns adjacent, row stride a
-    multiple of 4. ids: int32, flat, [table][sample of the global batch][hot of the table], rows of their table, which
-    is not checked. The sum of sample r * local_batch + s of a table, in fp32, rounded to the dtype of `outs`, goes to
-    row first_out_row + s of outs.tensors[r], columns [out_column, out_column + C). outs: bf16 or fp32 [rows, width],
-    starting on 16 bytes, columns adjacent, row stride a multiple of 8. Equal inputs give equal bits.
+    multiple of 4. ids: int32, flat, [table][sample of the global batch][hot of the table], rows of their table (not
+    checked). The sum of sample r * local_batch + s of a table, in fp32, rounded to the dtype of `outs`, goes to row
+    first_out_row + s of outs.tensors[r], columns [out_column, out_column + C). outs: bf16 or fp32 [rows, width],
+    16-byte aligned, columns adjacent, row stride a multiple of 8. Equal inputs give equal bits.
 
-    host: fp32 [H, 2, C], the rows from number R on, see tiered_rows.py; first rows of the tables are then 0.
+    host: fp32 [H, 2, C], the rows from number R on, see tiered_rows.py; all tables' first rows are then 0.
     """
     columns, own = weights.shape[1], outs.own
     assert weights.dtype == torch.float32, "weights: fp32"
@@ -175,7 +175,7 @@ def _pooled_lookup_kernel(
     tile: tl.constexpr,
     widest_step: tl.constexpr,
 ) -> None:
-    # The table of this program, and the program's number within it.
+    # Find this program's table, and its number within the table.
     slot = tl.arange(0, table_slots)
     steps = tl.minimum(tl.load(fields + 5 * slot + 4, slot < num_tables, other=1).to(tl.int32), widest_step)
     programs = tl.where(slot < num_tables, tl.cdiv(global_batch, tile // steps), 0)
@@ -217,7 +217,7 @@ def _pooled_lookup_kernel(
 def _sum_rows(
     weights, row, valid, device_rows, in_host, tiered: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr
 ):
-    """fp32 [bags, columns]: sums over the second axis of row and valid, [bags, step]."""
+    """Returns sums over the second axis of row and valid, [bags, step], as fp32 [bags, columns]."""
     start = row.to(tl.int64) * stride
     if tiered:
         start += tl.where(row >= device_rows, in_host, 0)
@@ -253,7 +253,7 @@ def _add_bags(
     out = tl.load(addresses + rank, inside, other=0).to(own_out.dtype)
     out += (first_out_row + bag - rank * local_batch).to(tl.int64) * out_stride + out_column
 
-    # Threads are spread over columns, then bags, so that each adds up the ids of a bag in its registers.
+    # Threads are distributed over columns, then bags, so that each adds up the ids of a bag in its registers.
     column = tl.arange(0, columns)
     nth = tl.arange(0, step)[None, :]
     at = ids + bag.to(tl.int64)[:, None] * hot + nth
@@ -264,7 +264,7 @@ def _add_bags(
         total = tl.zeros([bags, columns], tl.float32)
         start = 0
         while start < hot:
-            # The next ids are on their way while these ids' rows are.
+            # The next ids are loaded together with these ids' rows.
             following = tl.load(at + start + step, inside[:, None] & (start + step + nth < hot), other=0)
             valid = inside[:, None] & (start + nth < hot)
             total += _sum_rows(weights, row, valid, device_rows, in_host, tiered, stride, columns)

@@ -1,4 +1,4 @@
-"""Push columns of a matrix into buffers of the ranks that own them: the gradient's all-to-all without a copy of it."""
+"""Pushes columns of a matrix into buffers of the ranks that own them: the gradient's all-to-all without a copy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class PushTable:
-    """The place of each column of the matrix in the ranks' buffers; cut into pieces and put on the device once.
+    """The destination of each column of the matrix in the ranks' buffers; cut into pieces, copied to the device once.
 
     batch: rows of the matrix. row_columns: columns of each rank's rows; rank r's are [batch, row_columns[r]],
     row-major, from element starts[r] of r's buffer on. runs: `block` is the rank. Columns and starts are multiples of
-    4, best of 8. pieces: int64 [pieces, 5]: rank, offset of the first element in its buffer, columns of its rows,
+    4, ideally of 8. pieces: int64 [pieces, 5]: rank, offset of the first element in its buffer, columns of its rows,
     matrix column, columns.
     """
 
     def __init__(
         self, batch: int, row_columns: Sequence[int], starts: Sequence[int], runs: Sequence[Run], device: torch.device
     ) -> None:
-        assert len(row_columns) == len(starts), "rows and their start: of each rank"
+        assert len(row_columns) == len(starts), "row_columns and starts: one for each rank"
         assert all(run.block_column + run.columns <= row_columns[run.block] for run in runs), "runs lie within rows"
         self.batch, self.row_columns, self.starts, self.runs = batch, tuple(row_columns), tuple(starts), tuple(runs)
         self.end = max(start + batch * columns for start, columns in zip(starts, row_columns, strict=True))
@@ -43,12 +43,12 @@ class PushTable:
 
 
 def push_columns(matrix: Tensor, table: PushTable, outs: PeerTensors) -> None:
-    """Copy every run's columns of `matrix` into its rank's buffer.
+    """Copies every run's columns of `matrix` into its rank's buffer.
 
-    matrix: bf16 or fp32 [batch, width], columns next to each other, row stride a multiple of 8 (4 where the table has
-    odd multiples of 4). outs: flat, 16-byte aligned, at least table.end elements; converted to their dtype,
-    elements without a run stay. The caller puts barriers of all ranks around it: before, so that nobody reads the
-    buffers any more, and after, before anybody does.
+    matrix: bf16 or fp32 [batch, width], contiguous columns, row stride a multiple of 8 (4 if the table has odd
+    multiples of 4). outs: flat, 16-byte aligned, at least table.end elements; values are converted to their dtype,
+    elements without a run stay unchanged. The caller puts a barrier of all ranks before this call, after the last read
+    of the buffers, and one after it, before the next read.
     """
     assert matrix.shape[0] == table.batch and matrix.stride(1) == 1, f"matrix: [{table.batch}, width], row-major"
     assert len(outs) == len(table.starts), "a buffer for each rank of the table"

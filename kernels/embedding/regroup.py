@@ -1,7 +1,7 @@
 """Regroups columns between the pooled all-to-all's blocks, one per source rank, and the interaction's input.
 
-Ranks that hold parts of a table's rows each send a pooled vector of the ids of their rows; the vector of all ids is
-their sum. The backward needs no sum: each part's gradient is the whole one, which is copied.
+Ranks that hold row parts of a table each send a pooled vector of the ids in their rows; the vector of all ids is the
+sum. The backward needs no sum: each part's gradient equals the whole one, which is copied.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 
-RUN = 128  # columns that one program copies
-ROWS = 32  # rows that one program copies
+RUN = 128  # columns per program
+ROWS = 32  # rows per program
 
 
 class Run(NamedTuple):
-    """`columns` neighbouring columns of block `block`, from `block_column` on, which stand at `matrix_column`."""
+    """`columns` adjacent columns of block `block`, from `block_column` on; they begin at `matrix_column`."""
 
     block: int
     block_column: int
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 def cut(runs: Sequence[Run]) -> list[Run]:
-    """Returns the same columns in runs that one program each copies."""
+    """Returns the same columns as runs of at most one program's size."""
     return [
         Run(run.block, run.block_column + start, run.matrix_column + start, min(RUN, run.columns - start))
         for run in runs
@@ -44,10 +44,10 @@ def alignment_of(numbers: Iterable[int]) -> int:
 
 
 class RegroupTable:
-    """The place of each column of the blocks in the matrix; cut into pieces and put on the device once.
+    """The position of each column of the blocks in the matrix; cut into pieces, copied to the device once.
 
     batch: rows of every block and of the matrix. block_columns: columns of each block; block s starts after block
-    s - 1 in the flat buffer and is [batch, block_columns[s]], row-major. All columns are multiples of 4, best of 8.
+    s - 1 in the flat buffer and is [batch, block_columns[s]], row-major. All columns are multiples of 4, ideally of 8.
     pieces: int64 [pieces, 4]: flat offset of the first element, columns of its block, matrix column, columns.
     """
 
@@ -68,10 +68,10 @@ class RegroupTable:
 
 
 def regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
-    """Copy every run from its block into its columns of `out`.
+    """Copies every run from its block into its columns of `out`.
 
-    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], columns next to each other, row stride a
-    multiple of 8 (4 where the table has odd multiples of 4); converted to its dtype. Columns without a run stay.
+    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], contiguous columns, row stride a multiple of 8
+    (4 if the table has odd multiples of 4); converted to its dtype. Columns without a run stay unchanged.
     """
     _check(flat, table, out)
     regroup = triton_regroup_forward if flat.is_cuda else plain_regroup_forward
@@ -79,7 +79,7 @@ def regroup_forward(flat: Tensor, table: RegroupTable, out: Tensor) -> None:
 
 
 def regroup_backward(matrix: Tensor, table: RegroupTable, flat: Tensor) -> None:
-    """Copy every run's columns of `matrix` back into its block: the inverse of `regroup_forward`, shapes as there."""
+    """Copies every run's columns of `matrix` back into its block: the inverse of `regroup_forward`, same shapes."""
     _check(flat, table, matrix)
     regroup = triton_regroup_backward if flat.is_cuda else plain_regroup_backward
     regroup(matrix, table, flat)
@@ -160,7 +160,7 @@ def _regroup_kernel(
 
 
 class RegroupSumTable:
-    """The columns of the matrix, and where in the blocks their summands are; put on the device once.
+    """The columns of the matrix, and the positions of their summands in the blocks; copied to the device once.
 
     batch, block_columns, runs: as for `RegroupTable`, except that runs may cover the same columns of the matrix: they
     then start and end together. targets: int64 [targets, 4]: matrix column, columns, first summand, summands; summands:
@@ -188,10 +188,10 @@ class RegroupSumTable:
 
 
 def regroup_sum(flat: Tensor, table: RegroupSumTable, out: Tensor) -> None:
-    """Write to each column of `out` that runs cover the sum of these runs' columns, added up in fp32 in their order.
+    """Writes to each column of `out` that runs cover the sum of these runs' columns, added up in fp32 in their order.
 
-    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], columns next to each other, row stride a
-    multiple of 8 (4 where the table has odd multiples of 4); converted to its dtype. Columns without a run stay.
+    flat: bf16 or fp32 [batch * sum(block_columns)]. out: [batch, width], contiguous columns, row stride a multiple of 8
+    (4 if the table has odd multiples of 4); converted to its dtype. Columns without a run stay unchanged.
     """
     assert flat.is_contiguous() and flat.numel() == table.flat_size, f"flat buffer: {table.flat_size} elements"
     assert out.shape[0] == table.batch and out.stride(1) == 1, f"matrix: [{table.batch}, width], row-major"

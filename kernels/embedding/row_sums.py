@@ -8,23 +8,23 @@ from torch import Tensor
 from dlrm_bench.kernels._triton import jit, tl
 from dlrm_bench.kernels.dense.column_sums import column_sums
 
-_TILE = 32  # bags that one program adds at a time
-_PARTS = 8  # programs of one row: skewed ids make long rows
+_TILE = 32  # bags that a program adds at a time
+_PARTS = 8  # programs per row: skewed ids make some rows long
 
 
 def row_starts(sorted_ids: Tensor, num_rows: int) -> Tensor:
-    """Returns the offset of each row's ids among sorted ids: int32 [num_rows + 1], the last one their number. Negative
-    ids, which are padding, come before the first row."""
+    """Returns the offset of each row's ids among sorted ids: int32 [num_rows + 1], the last is their number. Negative
+    ids, which are padding, precede the first row."""
     rows = torch.arange(num_rows + 1, dtype=sorted_ids.dtype, device=sorted_ids.device)
     return torch.searchsorted(sorted_ids, rows, out_int32=True)
 
 
 def row_sums(grad: Tensor, sorted_bags: Tensor, starts: Tensor, out: Tensor) -> None:
-    """out[r] = sum of grad[b] over the bags b of row r, in one order, so that equal inputs give equal bits.
+    """Computes out[r] = sum of grad[b] over the bags b of row r, in one order, so that equal inputs give equal bits.
 
     grad: bf16 or fp32 [bags, C], contiguous, C a power of two. sorted_bags: int32 [N], the bags of ids in id order.
-    starts: int32 [R + 1] from `row_starts`. out: fp32 [R, C], overwritten. Eight programs add a row's bags, one tile
-    after another: for tables whose rows are named by some thousand ids at most.
+    starts: int32 [R + 1] from `row_starts`. out: fp32 [R, C], overwritten. Eight programs add a row's bags, tile by
+    tile: for tables whose rows are each named by at most a few thousand ids.
     """
     columns = grad.shape[1]
     assert out.shape == (len(starts) - 1, columns), "out: [R, C]"
@@ -58,7 +58,7 @@ def _row_sums_kernel(grad, bags, starts, partials, columns: tl.constexpr, tile: 
     end = tl.load(starts + row + 1)
     column = tl.arange(0, columns)
     total = tl.zeros([tile, columns], tl.float32)
-    while first < end:  # not a range: Triton's interpreter cannot make an int of a loaded value
+    while first < end:  # not a range, because Triton's interpreter cannot convert a loaded value to int
         at = first + tl.arange(0, tile)
         bag = tl.load(bags + at, at < end, other=0).to(tl.int64)
         total += tl.load(grad + bag[:, None] * columns + column[None, :], (at < end)[:, None], other=0.0).to(tl.float32)

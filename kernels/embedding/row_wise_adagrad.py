@@ -1,7 +1,7 @@
 """Embedding backward and exact row-wise Adagrad in one pass, over rows that were sorted ahead of time.
 
-Adds up the runs of equal rows as distinct_sums.py does, and updates each row where its sum is known. It reads each
-gradient once and each touched row once, and uses no atomics: equal inputs give equal bits.
+Adds up runs of equal rows like distinct_sums.py, and updates each row when its sum is known. It reads each gradient and
+each touched row once, and uses no atomics: equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class RowWiseAdagrad(NamedTuple):
     columns; weights -= learning_rate * g / (sqrt(state) + eps). FBGEMM's EXACT_ROWWISE_ADAGRAD without weight decay."""
 
     weights: Tensor
-    """fp32 [R, C], C a power of two; contiguous, as all of these are."""
+    """fp32 [R, C], C a power of two; contiguous, like all of these tensors."""
     state: Tensor
     """fp32 [R, 1]."""
     gradients: Tensor
     """fp32, bf16 or fp16 [P, C]."""
     rows: Tensor
-    """int32 [N], ascending, each below R, which is not checked. Negative rows are padding and change nothing."""
+    """int32 [N], ascending, each below R (not checked). Negative rows are padding and change nothing."""
     places: Tensor
-    """int32 [N]: which of the gradients is of each row."""
+    """int32 [N]: index of each row's gradient."""
     learning_rate: Tensor
     """fp32, one element, on the weights' device."""
     eps: float
     scale: float = 1.0
     watch: Watch | None = None
-    """See non_finite.py. Of a row whose new state would not be finite neither weights nor state change."""
+    """See non_finite.py. If a row's new state would not be finite, neither its weights nor its state change."""
 
     def launch(self) -> None:
         """Checks the arguments and updates."""
@@ -105,7 +105,7 @@ def _update_rows(
     w = tl.load(weights + offset, mask[:, None], other=0.0)
     w -= rate * g / (tl.sqrt(s) + eps)[:, None]
     if flags:
-        whole = s < float("inf")  # false for NaN too, and s is never less than 0
+        whole = s < float("inf")  # false for NaN too; s is never negative
         tl.store(bad + at * 0, at * 0 + 1, mask & (whole == 0))
         mask = mask & whole
     tl.store(state + at, s, mask)

@@ -1,11 +1,11 @@
 // Embedding backward and exact element-wise Adagrad over sorted ids; see sorted_adagrad.py, whose partial sums these are.
 //
-// COLUMNS / 4 lanes, a group, walk over a chunk of positions and add up runs of equal ids, four columns each. Rows lie
-// at random addresses: a group asks for the gradients of UNROLL positions, and for weights and state of the runs that
-// end there, before it uses the first. The ids of the next positions are on their way meanwhile.
+// COLUMNS / 4 lanes, a group, walk over a chunk of positions and add up runs of equal ids, four columns each. Rows are
+// at random addresses: a group loads the gradients of UNROLL positions, and weights and state of the runs that end
+// there, before it uses the first. Meanwhile the ids of the next positions are loaded.
 //
-// No headers: NVRTC comes with none. Given on the command line: COLUMNS, BF16 (of gradients, else fp32), CHUNK, UNROLL,
-// TIERED (some rows are in host memory).
+// No headers: NVRTC comes with none. Macros: COLUMNS, BF16 (gradients, else fp32), CHUNK, UNROLL, TIERED (some rows are
+// in host memory).
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -21,9 +21,9 @@ struct Arguments {
   u64* bad;
   int flags;
   float eps;
-  int count, stride;  // of ids; from row to row of weights and state
+  int count, stride;  // number of ids; row stride of weights and state
   int device_rows;    // rows from this number on are in host memory,
-  long long in_host;  // so many elements further
+  long long in_host;  // this number of elements further
 
   __device__ __forceinline__ u64 row(int id) const {
     return u64(u32(id)) * u32(stride) + (TIERED && id >= device_rows ? u64(in_host) : 0);
@@ -41,7 +41,7 @@ __device__ __forceinline__ float4 load_once(const float* at) {
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Four columns of a gradient as they lie in memory.
+// Four columns of a gradient as stored in memory.
 struct Piece {
   uint4 bits;
 
@@ -68,7 +68,7 @@ struct Piece {
 
 constexpr u32 INFINITE = 0x7f800000;
 
-// largest: of the states' bits, whose order is that of numbers from 0 on; Infinity and NaN are last.
+// largest: of the states' bits, which order like non-negative numbers; Infinity and NaN come last.
 __device__ __forceinline__ void step(float& weight, float& state, float g, float rate, float eps, u32& largest) {
   float root;
   state += g * g;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void step(float& weight, float& state, float g, float
   weight -= quotient;
 }
 
-// Weight and state of elements whose state would not be finite stay what they are.
+// Keeps weight and state of elements whose state would not be finite.
 __device__ __forceinline__ void keep(const Arguments& p, u64 at, float4& weights, float4& state) {
   *p.bad = 1;
   if (__float_as_uint(state.x) >= INFINITE) state.x = p.state[at], weights.x = p.weights[at];

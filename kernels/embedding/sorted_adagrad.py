@@ -26,12 +26,12 @@ from dlrm_bench.kernels.embedding.tiered_rows import check_host, host_offset, pu
 from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 
 _WARPS = 2048  # enough to fill a large GPU
-# Rows that one warp works on at a time, by columns: the fastest on an H200. More do not fit into its registers.
+# Rows that a warp processes at a time, by columns: the fastest on an H200. More would exceed its registers.
 _TILES = {16: 64, 32: 32, 64: 8, 128: 4}
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _THREADS = 128
-# Positions in flight of a group of lanes: half as many, and more groups, where there are many ids.
+# Positions in flight per group of lanes: half of them, with more groups, if there are many ids.
 _UNROLL, _MANY = 8, 1 << 20
 
 
@@ -40,14 +40,14 @@ class SortedAdagrad(NamedTuple):
     (sqrt(state) + eps)."""
 
     weights: Tensor
-    """fp32 [R, C], C a power of two from 16 to 128. Columns are adjacent, and rows at a stride that `state` has too:
-    the state may follow each row of the weights."""
+    """fp32 [R, C], C a power of two from 16 to 128. Columns are adjacent, rows have the same stride as in `state`: each
+    row's state may follow its weights."""
     state: Tensor
     """fp32 [R, C], at the strides of `weights`."""
     grad: Tensor
     """bf16 or fp32, contiguous, any shape of bags * C elements: bag b's gradient is row b of its view [-1, C]."""
     sorted_ids: Tensor
-    """int32, from `sort_ids`; each id below R, which is not checked. Negative ids are padding and change nothing."""
+    """int32, from `sort_ids`; each id below R (not checked). Negative ids are padding and change nothing."""
     sorted_bags: Tensor
     """int32, from `sort_ids`."""
     learning_rate: Tensor
@@ -56,8 +56,8 @@ class SortedAdagrad(NamedTuple):
     watch: Watch | None = None
     """See non_finite.py."""
     host: Tensor | None = None
-    """fp32 [H, 2, C], weights and state of the rows from number R on, see tiered_rows.py; equal ids are then runs in
-    any order."""
+    """fp32 [H, 2, C], weights and state of the rows from number R on, see tiered_rows.py; runs of equal ids may then be
+    in any order."""
 
     def launch(self) -> None:
         """Checks the arguments and updates."""
@@ -71,7 +71,7 @@ class SortedAdagrad(NamedTuple):
         assert rate.numel() == 1 and rate.device == weights.device, "learning rate: a device scalar"
         if self.host is not None:
             check_host(weights, self.host)
-            assert state.data_ptr() - weights.data_ptr() == 4 * weights.shape[1], "state after the weights of its row"
+            assert state.data_ptr() - weights.data_ptr() == 4 * weights.shape[1], "state: after the weights of its row"
         if not weights.is_cuda:
             self.plain()
         elif available():
@@ -109,7 +109,7 @@ class SortedAdagrad(NamedTuple):
         self._merge(tensors, sizes)
 
     def cuda(self, chunk: int = 0, unroll: int = 0) -> None:
-        """Updates in a kernel for Hopper GPUs with more rows in flight, and the second one of `triton`."""
+        """Updates in a kernel for Hopper GPUs with more rows in flight, and in the second kernel of `triton`."""
         weights, count, columns = self.weights, self.sorted_ids.numel(), self.weights.shape[1]
         if count == 0:
             return
@@ -128,7 +128,7 @@ class SortedAdagrad(NamedTuple):
         self._merge(tensors, sizes)
 
     def _of_triton(self, chunk: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the tensors and the sizes that both Triton kernels take."""
+        """Returns the tensors and sizes for both Triton kernels."""
         count, columns = self.sorted_ids.numel(), self.weights.shape[1]
         stopped, bad, flags = watch_of(self.watch)
         partials = _partials(cdiv(count, chunk), self.weights)
@@ -151,13 +151,14 @@ cuda_sorted_adagrad = function(SortedAdagrad, SortedAdagrad.cuda)
 
 
 def _chunk(count: int) -> int:
-    """Returns the number of positions of one warp: long chunks need little merging, short ones keep every
-    multiprocessor busy."""
+    """Returns the number of positions per warp: long chunks need little merging, short ones keep every multiprocessor
+    busy."""
     return min(128, next_power_of_2(cdiv(count, _WARPS)))
 
 
 def _partials(chunks: int, weights: Tensor) -> Tensor:
-    """Row 0 of a chunk: its share of the run that comes in from the left. Row 1: of the run that first goes out."""
+    """Returns memory for partial sums. Row 0 of a chunk: of the run that enters from the left; row 1: of the first run
+    that leaves."""
     return torch.empty(chunks, 2, weights.shape[1], dtype=torch.float32, device=weights.device)
 
 
@@ -186,7 +187,7 @@ def _kernel(columns: int, bf16: bool, chunk: int, unroll: int, tiered: bool, dev
 
 @jit
 def add_run(sum_a, opened_a, sum_b, opened_b):
-    """Segmented addition: b starts from itself where a run opened in it."""
+    """Segmented addition: b restarts where a run opened in it."""
     return tl.where(opened_b != 0, sum_b, sum_a + sum_b), opened_a | opened_b
 
 
@@ -250,7 +251,7 @@ def _sorted_adagrad_kernel(
         w -= rate * g / (tl.sqrt(s) + eps)
         writes = tl.broadcast_to(finishes[:, None], [tile, columns])
         if flags:
-            whole = s < float("inf")  # false for NaN too, and s is never less than 0
+            whole = s < float("inf")  # false for NaN too; s is never negative
             tl.store(bad + offset * 0, offset * 0 + 1, writes & (whole == 0))
             writes = writes & whole
         tl.store(state + offset, s, writes)

@@ -1,13 +1,13 @@
-"""Rows of tables in two tiers of memory: reading, writing and exchanging them.
+"""Rows of tables in two memory tiers: reading, writing and exchanging them.
 
-A row is its weights and its optimizer state, one after the other. Rows at places 0 .. P - 1 are on the device, those at
-places from P on in host memory. Both lie in one address space, so one kernel reaches either: the offset from the
-device's memory of a row at place p is p * stride, and in host memory `host_offset` more.
+A row is its weights followed by its optimizer state. Rows at places 0 .. P - 1 are on the device, those at places from
+P on in host memory. Both are in one address space, so one kernel reaches either: the offset from the device's memory of
+a row at place p is p * stride, plus `host_offset` if it is in host memory.
 
-Exchanges go over the link to the host at some 28 rows a microsecond, of 512 bytes as of 1 KB, in one direction as in
-both (one H200, rows at random places of 40 GB; 40 rows a microsecond in the order of their places). Pages of 4 KB, of 2
-MB and of hugetlbfs make no difference, nor do 8 programs, 16, 32 or 132. But programs that hold multiprocessors make
-products wait for them: on Hopper an exchange is warps that fit beside a product's blocks, see exchange_rows.cu.
+Exchanges over the host link move some 28 rows per microsecond, for 512 bytes as for 1 KB, in one direction as in both
+(one H200, rows at random places of 40 GB; 40 rows per microsecond in place order). Pages of 4 KB, of 2 MB and of
+hugetlbfs make no difference, nor do 8, 16, 32 or 132 programs. But programs that occupy multiprocessors make products
+wait for them: on Hopper an exchange consists of warps that fit beside a product's blocks, see exchange_rows.cu.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlrm_bench.kernels._cuda import Kernel, available, multiprocessors
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 
 _TILE_ELEMENTS = 4096  # that a program has in flight
-_PROGRAMS = 8  # of an exchange by Triton
+_PROGRAMS = 8  # of an exchange in Triton
 _SOURCE = Path(__file__).with_name("exchange_rows.cu")
 
 
@@ -35,7 +35,7 @@ class Tiers(NamedTuple):
     device: Tensor
     """fp32 [P, 2, C], contiguous: weights and state of the rows at places 0 .. P - 1."""
     host: Tensor
-    """fp32 [H, 2, C], contiguous: of those at places P .. P + H - 1; in pinned memory where `device` is on a GPU."""
+    """fp32 [H, 2, C], contiguous: of the rows at places P .. P + H - 1; in pinned memory if `device` is on a GPU."""
 
     @property
     def weights(self) -> Tensor:
@@ -49,15 +49,15 @@ class Tiers(NamedTuple):
 
 
 def check_host(weights: Tensor, host: Tensor) -> None:
-    """Asserts that `host`, [H, 2, C], has rows at the stride of `weights`, the first of [P, 2, C], on the device."""
+    """Asserts that `host`, [H, 2, C], has the row stride of `weights`, which is [:, 0] of [P, 2, C] on the device."""
     assert host.dtype == weights.dtype == torch.float32 and host.is_contiguous(), "rows: fp32, contiguous"
-    assert host.shape[1:] == (2, weights.shape[1]) and host.stride(0) == weights.stride(0), "rows of one stride"
-    assert not weights.is_cuda or len(host) == 0 or host.is_pinned(), "rows in host memory: pinned"
+    assert host.shape[1:] == (2, weights.shape[1]) and host.stride(0) == weights.stride(0), "equal row strides"
+    assert not weights.is_cuda or len(host) == 0 or host.is_pinned(), "rows in host memory must be pinned"
 
 
 def host_offset(weights: Tensor, host: Tensor | None) -> int:
-    """Returns the number of fp32 elements to add to the offset of a row at place P or higher; see above. 0 without
-    rows in host memory."""
+    """Returns the number of fp32 elements to add to the offset of a row at place P or higher; see above. 0 if no rows
+    are in host memory."""
     if host is None or len(host) == 0:
         return 0
     assert (host.data_ptr() - weights.data_ptr()) % 4 == 0
@@ -65,9 +65,9 @@ def host_offset(weights: Tensor, host: Tensor | None) -> int:
 
 
 def rows_at(device: Tensor, host: Tensor | None, places: Tensor) -> Tensor:
-    """Returns the rows at `places`, for plain functions: [..., C] of integers [...].
+    """Returns the rows at `places`, for plain functions: [..., C] for integers [...].
 
-    device: [P, C], host: [H, C], both weights or both state; host None where all places are on the device.
+    device: [P, C], host: [H, C], both weights or both state; host None if all places are on the device.
     """
     if host is None:
         return device[places]
@@ -78,7 +78,7 @@ def rows_at(device: Tensor, host: Tensor | None, places: Tensor) -> Tensor:
 
 
 def put_rows(device: Tensor, host: Tensor | None, places: Tensor, rows: Tensor) -> None:
-    """Writes rows [N, C] to `places`, [N], each named once; other arguments as for `rows_at`."""
+    """Writes rows [N, C] to `places`, [N], each at most once; other arguments as for `rows_at`."""
     if host is None:
         device[places] = rows
         return
@@ -88,11 +88,11 @@ def put_rows(device: Tensor, host: Tensor | None, places: Tensor, rows: Tensor) 
 
 
 class CopyRows(NamedTuple):
-    """rows[n] = columns of weights, or state, at places[n]; or the other way round."""
+    """rows[n] = columns of weights, or state, at places[n]; or the reverse."""
 
     tiers: Tiers
     places: Tensor
-    """int32 [N], contiguous, each of 0 .. P + H - 1, which is not checked; to write, each at most once."""
+    """int32 [N], contiguous, each of 0 .. P + H - 1 (not checked); for writing, each at most once."""
     which: int
     """0: weights, 1: state."""
     column: int
@@ -100,7 +100,7 @@ class CopyRows(NamedTuple):
     rows: Tensor
     """fp32 [N, c], contiguous, on the device."""
     writes: bool
-    """Whether rows go to the tiers, not come from them."""
+    """Whether to copy rows to the tiers instead of from them."""
 
     def launch(self) -> None:
         """Checks the arguments and copies."""
@@ -142,21 +142,21 @@ triton_copy_rows = function(CopyRows, CopyRows.triton)
 
 
 class ExchangeRows(NamedTuple):
-    """Exchanges weights and state of device[on_device[k]] with those of host[in_host[k]], for all k of bounds[0] ..
+    """Exchanges weights and state of device[on_device[k]] with those of host[in_host[k]], for k from bounds[0] to
     bounds[1] - 1."""
 
     tiers: Tiers
     on_device: Tensor
-    """int32 [W], each k's its own: in 0 .. P - 1."""
+    """int32 [W], distinct, in 0 .. P - 1."""
     in_host: Tensor
-    """int32 [W], each k's its own: in 0 .. H - 1."""
+    """int32 [W], distinct, in 0 .. H - 1."""
     bounds: Tensor
     """int32 [2], on the device."""
 
     def launch(self) -> None:
         """Checks the arguments and exchanges."""
         check_host(self.tiers.weights, self.tiers.host)
-        assert self.on_device.shape == self.in_host.shape, "one host place for each of the device"
+        assert self.on_device.shape == self.in_host.shape, "on_device and in_host: of equal length"
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in self[1:4]), "int32, contiguous"
         if len(self.tiers.host) == 0:
             return
@@ -252,7 +252,7 @@ def _exchange_rows_kernel(
         beside = tl.load(in_host + at, inside, other=0).to(tl.int64)[:, None] * elements + element
         incoming = tl.load(host + beside, inside[:, None])
         leaving = tl.load(device + in_device, inside[:, None])
-        tl.debug_barrier()  # whichever threads load an element and store it
+        tl.debug_barrier()  # the threads that load an element may differ from those that store it
         tl.store(device + in_device, incoming, inside[:, None])
         tl.store(host + beside, leaving, inside[:, None])
         first += programs * tile

@@ -1,1 +1,2 @@
-"""Kernels of the input dist: ids from the host's memory to the ranks of their tables, picked and sorted there."""
+"""Kernels of the input dist: move ids from host memory to their tables' owner ranks, where they are picked and
+sorted."""

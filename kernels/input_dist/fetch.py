@@ -1,8 +1,8 @@
-"""Fetches the next batch that the host has named: a copy from pinned memory of any source, within a CUDA graph.
+"""Fetches the next batch that the host has named: a copy from any pinned memory, within a CUDA graph.
 
-The host puts addresses into a ring in pinned memory. The device counts those that it has taken, reads the next address
-and copies from there over PCIe by a kernel: no launch names the source, so the host launches no copy, and waits for
-none.
+The host puts addresses into a ring in pinned memory. The device counts the addresses taken, reads the next one and
+copies from there over PCIe with a kernel: no launch contains the source, so the host neither launches a copy nor waits
+for one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import jit, tl
 
-# 8 programs have 128 KiB in flight: enough for PCIe 5.0 at 2 us, and few multiprocessors.
+# 8 programs have 128 KiB in flight: enough for PCIe 5.0 at 2 us latency, on few multiprocessors.
 _PROGRAMS, _BLOCK, _WARPS = 8, 4096, 8
 
 
 def fetch_next(addresses: Tensor, taken: Tensor, out: Tensor, is_new: Tensor | None = None) -> None:
     """Copies out.numel() elements from address number `taken` of the ring to `out`, if it is not 0, and counts it.
-    is_new: becomes 1, or 0 where the address is 0.
+    is_new: set to 1, or to 0 if the address is 0.
 
-    addresses: int64 [size], a ring in pinned memory; of int32 in pinned memory on 16 bytes. taken: int64, one element,
-    on out's device; is_new: int32, likewise. out: int32, contiguous, on 16 bytes. An address and its memory stay
-    unchanged until this is done.
+    addresses: int64 [size], a ring in pinned memory; they point to int32 in pinned memory, 16-byte aligned. taken:
+    int64, one element, on out's device; is_new: int32, likewise. out: int32, contiguous, 16-byte aligned. An address
+    and its memory must not change until the copy is done.
     """
     assert addresses.dtype == taken.dtype == torch.int64 and taken.numel() == 1, "addresses and their count: int64"
     assert is_new is None or (is_new.dtype == torch.int32 and is_new.numel() == 1), "is_new: int32, one element"
@@ -54,7 +54,7 @@ def triton_fetch_next(addresses: Tensor, taken: Tensor, out: Tensor, is_new: Ten
 
 @jit
 def _fetch_next_kernel(addresses, taken, out, is_new, size, count, stride: tl.constexpr, block: tl.constexpr) -> None:
-    # Past the caches (.cv), which may hold the former content of these host addresses.
+    # Bypass the caches (.cv), which may hold old contents of these host addresses.
     address = tl.load(addresses + tl.load(taken) % size, cache_modifier=".cv")
     source = tl.multiple_of(address.to(out.dtype), 16)
     start = tl.program_id(0) * block

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import jit, tl
 
-PIECE = 2048  # elements that one program copies
+PIECE = 2048  # elements per program
 
 
 class Segment(NamedTuple):
@@ -22,7 +22,7 @@ class Segment(NamedTuple):
 
 
 def cut(segments: Iterable[Segment]) -> list[Segment]:
-    """Returns the same elements in segments that one program each copies."""
+    """Returns the same elements as segments of at most one program's size."""
     return [
         Segment(segment.source_offset + start, segment.out_offset + start, min(PIECE, segment.length - start))
         for segment in segments
@@ -31,13 +31,13 @@ def cut(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def alignment_of(pieces: Iterable[Segment]) -> int:
-    """Returns the number of elements of one access: 4, which are 16 bytes, where every piece starts and ends on 4 of
-    them, else 1."""
+    """Returns the number of elements per access: 4 (16 bytes) if every piece starts and ends on a multiple of 4, else
+    1."""
     return 4 if all(value % 4 == 0 for piece in pieces for value in piece) else 1
 
 
 class SegmentTable:
-    """Segments, cut into pieces and put on the device once.
+    """Segments, cut into pieces, copied to the device once.
 
     pieces: int32 [pieces, 3] with the fields of `Segment`. The segments' ranges of the output must not overlap.
     """
@@ -52,9 +52,9 @@ class SegmentTable:
 
 
 def gather_segments(source: Tensor, table: SegmentTable, out: Tensor) -> None:
-    """Copy each segment of `table` from `source` to `out`.
+    """Copies each segment of `table` from `source` to `out`.
 
-    source: int32 [n]; out: int32 [m], contiguous, not overlapping. What no segment covers stays as it is.
+    source: int32 [n]; out: int32 [m], contiguous, not overlapping. Elements outside all segments stay unchanged.
     """
     tensors = (source, out)
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors), "contiguous int32 only"

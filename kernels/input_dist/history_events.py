@@ -1,8 +1,8 @@
-"""Events of a packed batch's histories, where shapes are fixed and the true sizes are on the device alone.
+"""Events of a packed batch's histories, with fixed shapes and true sizes known only on the device.
 
 A sample's history holds the events of its segment before `end`, and of each pool those from that pool's `first` on
-(Packed in dlrm/dlrmv4/data/packed.py). The number of them before an event is a sum of three counts, which never falls
-along the segment, so a binary search finds the event of each place of a history.
+(Packed in dlrm/dlrmv4/data/packed.py). The number of history events before an event is a sum of three counts, which
+never decreases along the segment, so a binary search finds the event of each place of a history.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ POOLS = 3
 def history_events(first: Tensor, end: Tensor, offsets: Tensor, pools: Tensor, events: Tensor) -> None:
     """Writes the event of each place of the joined histories.
 
-    first: int32 [POOLS, B], end: int32 [B], of events. offsets: int64 [B + 1], where each sample's history begins among
-    the places. pools: integers [E], 0 to POOLS - 1. events: int32 [T], T at least offsets[B]: places past it have
-    events that run through all E of them, so that sums by event meet each of them about equally often.
+    first: int32 [POOLS, B], end: int32 [B], event indices. offsets: int64 [B + 1], start of each sample's history among
+    the places. pools: integers [E], 0 to POOLS - 1. events: int32 [T], T at least offsets[B]: later places cycle
+    through all E events, so that sums by event meet each of them about equally often.
     """
     count = torch.zeros(POOLS, len(pools) + 1, dtype=torch.int32, device=pools.device)
     of_pool = pools == torch.arange(POOLS, device=pools.device, dtype=pools.dtype)[:, None]
@@ -31,7 +31,7 @@ def history_events(first: Tensor, end: Tensor, offsets: Tensor, pools: Tensor, e
 
 
 def plain_history_events(first: Tensor, end: Tensor, offsets: Tensor, count: Tensor, events: Tensor) -> None:
-    """Computes `history_events` in PyTorch. count: int32 [POOLS, E + 1], events of a pool before each one."""
+    """Computes `history_events` in PyTorch. count: int32 [POOLS, E + 1], number of a pool's events before each one."""
     place, size = torch.arange(len(events), device=events.device), count.shape[1] - 1
     sample = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=len(end) - 1)
     wanted = place - offsets[sample] + 1
@@ -47,7 +47,7 @@ def plain_history_events(first: Tensor, end: Tensor, offsets: Tensor, count: Ten
 
 
 def triton_history_events(first: Tensor, end: Tensor, offsets: Tensor, count: Tensor, events: Tensor) -> None:
-    """Computes `history_events` in one kernel: a program for 256 places."""
+    """Computes `history_events` in one kernel: one program per 256 places."""
     size = count.shape[1] - 1
     sample_steps = next_power_of_2(len(end) + 1).bit_length()
     _history_events_kernel[(cdiv(len(events), _BLOCK),)](
@@ -71,7 +71,7 @@ def _history_events_kernel(
 ) -> None:  # fmt: skip
     place = tl.program_id(0) * block + tl.arange(0, block)
     inside, stride = place < places, num_events + 1
-    low, high = place * 0, place * 0 + size - 1  # the sample whose history ends after the place
+    low, high = place * 0, place * 0 + size - 1  # search the sample whose history ends after the place
     for _ in range(sample_steps):
         middle = (low + high) // 2
         after = tl.load(offsets + 1 + middle) > place

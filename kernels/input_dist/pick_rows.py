@@ -1,4 +1,4 @@
-"""Pick out the ids of a batch that name rows of a rank: bags of any length, in a list of fixed capacity."""
+"""Picks the ids of a batch that name a rank's rows: bags of any length, in a list of fixed capacity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
 
-_PIECE = 2048  # ids that one program looks at
+_PIECE = 2048  # ids per program
 _FIELDS = 9
 
 
@@ -18,7 +18,7 @@ class PickedTable(NamedTuple):
     """A table of which a rank has every `row_parts`-th row from `row_part` on."""
 
     hot: int
-    """Ids a sample."""
+    """Ids per sample."""
     row_part: int
     row_parts: int
     first_row: int
@@ -26,10 +26,10 @@ class PickedTable(NamedTuple):
 
 
 class PickTable:
-    """The tables of a rank, whose ids are laid out [part][T][samples, hot], cut into pieces and put on the device once.
+    """The tables of a rank, with ids laid out as [part][T][samples, hot]; cut into pieces, copied to the device once.
 
-    pieces: int32 [pieces, 9]: start and length, place of the first id in its block [samples, hot], then `hot`,
-    `row_part`, `row_parts`, `first_row`, and the first bag's number and its place among the offsets.
+    pieces: int32 [pieces, 9]: start and length, index of the first id in its block [samples, hot], then `hot`,
+    `row_part`, `row_parts`, `first_row`, and the first bag's number and its index among the offsets.
     """
 
     def __init__(self, tables: tuple[PickedTable, ...], samples: int, parts: int, device: torch.device) -> None:
@@ -48,8 +48,8 @@ class PickTable:
 
     @cached_property
     def of_each_id(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`row_part`, `row_parts`, `first_row` and bag of each id, int32; and the last id's place of each bag, in
-        order."""
+        """Returns `row_part`, `row_parts`, `first_row` and bag of each id, int32; and the index of each bag's last id,
+        in order."""
         device, tables = self.pieces.device, len(self.tables)
         hot = torch.tensor([table.hot for table in self.tables] * self.parts)
 
@@ -72,24 +72,24 @@ class PickTable:
 
 
 class Picks(NamedTuple):
-    """The result of `pick_rows`, all int32: a list of fixed capacity, and the number of its valid elements."""
+    """The result of `pick_rows`, all int32: a list of fixed capacity, and its number of valid elements."""
 
     rows: Tensor
-    """[capacity]: which of the rank's rows of its table; 0 after the last."""
+    """[capacity]: row number within the rank's rows of its table; 0 after the last."""
     sort_rows: Tensor
     """[capacity]: rows counted one table after another; -1 after the last."""
     bags: Tensor
     """[capacity]: the bag of each; 0 after the last."""
     offsets: Tensor
-    """[bags + 1]: where each bag's ids start, the first being 0 before."""
+    """[bags + 1]: start of each bag's ids; the first element must be 0 before the call."""
     num_ids: Tensor
-    """[1]: the number of ids, whether or not the capacity holds them."""
+    """[1]: the number of ids, even if it exceeds the capacity."""
 
 
 def pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
-    """Picks ids in their order; the list has the first of them where there are too many.
+    """Picks ids in order; if there are too many, the list holds the first ones.
 
-    ids: int32 [N], in the layout of `table`, below 0 for padding.
+    ids: int32 [N], in the layout of `table`, negative for padding.
     """
     assert ids.dtype == torch.int32 and ids.shape == (table.num_ids,) and ids.is_contiguous(), "ids: int32 [N]"
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in out), "contiguous int32 only"
@@ -115,7 +115,7 @@ def plain_pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
 
 
 def triton_pick_rows(ids: Tensor, table: PickTable, out: Picks) -> None:
-    """Computes `pick_rows` in a kernel that counts in each piece, a sum, and two that write."""
+    """Computes `pick_rows` with a kernel that counts in each piece, a sum, and two kernels that write."""
     pieces, capacity = len(table.pieces), len(out.rows)
     counts = torch.empty(pieces, dtype=torch.int32, device=ids.device)
     _count_picks_kernel[(pieces,)](ids, table.pieces, counts, _FIELDS, _PIECE, num_warps=4)

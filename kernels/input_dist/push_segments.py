@@ -1,4 +1,4 @@
-"""Push segments of ids into buffers of the ranks that own their tables: the input dist without a copy on the way."""
+"""Pushes segments of ids into buffers of their tables' owner ranks: the input dist without an intermediate copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 class SegmentPushTable:
-    """Segments for each rank's buffer, cut into pieces and put on the device once.
+    """Segments for each rank's buffer, cut into pieces, copied to the device once.
 
     segments: segments[r] go to rank r's buffer, where their ranges must not overlap. pieces: int32 [pieces, 4]: rank,
     then the fields of `Segment`.
@@ -30,11 +30,11 @@ class SegmentPushTable:
 
 
 def push_segments(source: Tensor, table: SegmentPushTable, outs: PeerTensors) -> None:
-    """Copy each segment of `table` from `source` into its rank's buffer.
+    """Copies each segment of `table` from `source` into its rank's buffer.
 
-    source: int32 [n]; outs: int32 [m], both contiguous, not overlapping; best both 16-byte aligned. What no segment
-    covers stays as it is. The caller puts barriers of all ranks around it: before, so that nobody reads the buffers any
-    more, and after, before anybody does.
+    source: int32 [n]; outs: int32 [m], both contiguous, not overlapping; ideally 16-byte aligned. Elements outside all
+    segments stay unchanged. The caller puts a barrier of all ranks before this call, after the last read of the
+    buffers, and one after it, before the next read.
     """
     tensors = (source, outs.own)
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors), "contiguous int32 only"

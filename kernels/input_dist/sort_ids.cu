@@ -1,26 +1,26 @@
 // A stable radix sort of ids and their bags by the rows that the ids name; see sort_ids.py.
 //
-// sort_ids_count counts all passes' digits and clears what the passes share. Each sort_ids_pass then sorts by one digit
-// in one go over the ids ("onesweep", Adinets and Merrill 2022): a block ranks its tile's ids, publishes how many it has
-// of each digit, and adds up what the tiles before it have published meanwhile (decoupled look-back).
+// sort_ids_count counts the digits of all passes and clears the shared memory of the passes. Each sort_ids_pass then
+// sorts by one digit in a single sweep over the ids ("onesweep", Adinets and Merrill 2022): a block ranks its tile's
+// ids, publishes its count of each digit, and adds up the counts of earlier tiles (decoupled look-back).
 //
-// Keys are rows + 1, so that the -1 of padding comes first. The first pass makes them from ids as a batch has them, the
-// last one turns them back into rows.
+// Keys are rows + 1, so that the -1 of padding comes first. The first pass makes keys from the batch's ids, the last
+// pass turns them back into rows.
 //
-// No headers: NVRTC comes with none. Given on the command line: BITS of a digit, PASSES, ITEMS of a thread.
+// No headers: NVRTC comes with none. Macros: BITS of a digit, PASSES, ITEMS per thread.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, BINS = 1 << BITS, TILE = THREADS * ITEMS;
 constexpr int PER_THREAD = (BINS + THREADS - 1) / THREADS;  // bins
-constexpr int WINDOW = 32;  // tiles that one step of the look-back asks for at once
-// Of a published count: nothing yet, the tile's own, or that of all tiles up to it.
+constexpr int WINDOW = 32;  // tiles that one step of the look-back reads at once
+// State of a published count: none yet, the tile's own, or that of all tiles up to it.
 constexpr u32 OWN = 1u << 30, ALL = 2u << 30, COUNT = OWN - 1;
 
 struct Arguments {
   const int *ids, *first_rows, *bags;
-  u32 *keys[2];  // the output's, and those of passes in between
+  u32 *keys[2];  // the output's, and those of intermediate passes
   int* values[2];
   u32 *digits, *starts;  // [PASSES, BINS]: how often each digit occurs, zero between sorts; where its ids start
   u32 *tickets;          // [PASSES] of tiles, then of blocks that have counted
@@ -44,7 +44,7 @@ __device__ __forceinline__ void publish(u32* at, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// Sums over the threads before this one; all threads call it. Uses `of_warps`, [WARPS].
+// Returns the sum over the threads before this one; all threads call it. Uses `of_warps`, [WARPS].
 __device__ __forceinline__ u32 sum_before(u32 value, u32* of_warps) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u32 sum = value;
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_ids_count(const __gri
     const u32 key = key_of(p, at);
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-      // Neighbours are of one table: their upper digits are alike, and one addition does for all.
+      // Neighbouring ids belong to one table: their upper digits are equal, and one addition counts all of them.
       const u32 digit = digit_of(key, pass);
       int alike;
       __match_all_sync(active, digit, &alike);
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_ids_pass(const __grid
   __shared__ int ticket;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pass = p.pass;
   const int to = (PASSES - 1 - pass) % 2, from = 1 - to;
-  // In the order in which blocks start: those that a block waits for have started, then.
+  // Tiles are assigned in the order in which blocks start: so the tiles that a block waits for have started.
   if (threadIdx.x == 0) ticket = atomicAdd(&p.tickets[pass], 1);
   for (int i = threadIdx.x; i < WARPS * BINS; i += THREADS) counts[i] = 0;
   __syncthreads();
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_ids_pass(const __grid
   for (int i = 0; i < ITEMS; ++i) {
     const int at = first + 32 * i;
     const bool inside = at < p.count;
-    // What is outside has the greatest key, so it comes last in its tile, which is the last one.
+    // Items outside have the greatest key, so they come last in their tile, which is the last tile.
     key[i] = !inside ? ~0u : pass == 0 ? key_of(p, at) : p.keys[from][at];
     value[i] = !inside ? 0 : pass == 0 ? p.bags[at] : p.values[from][at];
   }

@@ -1,7 +1,7 @@
-"""Ids of a batch in the order of the rows that they name, each with its bag: what `sorted_adagrad` takes.
+"""Sorts the ids of a batch by the rows that they name, each with its bag: the input of `sorted_adagrad`.
 
-On Hopper GPUs a radix sort of our own. It sorts pairs of 32 bits by as many bits as rows need, where torch.sort sorts
-by all 32 and carries places of 64 bits along; it makes rows out of ids on the way in, and brings bags, not places.
+On Hopper GPUs this is our own radix sort. It sorts 32-bit pairs by only as many bits as rows need, while torch.sort
+sorts by all 32 and carries 64-bit positions; it makes rows from ids in the first pass, and moves bags, not positions.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _SOURCE = Path(__file__).with_suffix(".cu")
 # As in sort_ids.cu.
 _THREADS, _WARPS = 256, 8
 _DIGIT_BITS = 8  # at most
-# Number of ids of one thread: fewer for few ids, so that more multiprocessors have some.
+# Ids per thread: fewer if there are few ids, so that more multiprocessors get some.
 _ITEMS, _FEW, _ITEMS_OF_FEW = 16, 1 << 19, 4
 
 
 class SortTable:
-    """The place of each id, and memory that sorts use; put on the device once.
+    """The row offset and bag of each id, and working memory for sorts; copied to the device once.
 
     first_rows: int32 [N], the number to add to each id. bags: int32 [N], the bag of each: sample * tables + table.
-    rows: more than any id plus its first row. Sorts by one table run one after another.
+    rows: exceeds every id plus its first row. Sorts with the same table run one after another.
     """
 
     def __init__(self, first_rows: Tensor, bags: Tensor, rows: int, digit_bits: int = 0, items: int = 0) -> None:
-        """digit_bits: largest number of bits of one pass; items: ids of a thread; 0 for the fastest."""
+        """digit_bits: maximum number of bits per pass; items: ids per thread; 0 for the fastest."""
         assert first_rows.dtype == bags.dtype == torch.int32 and first_rows.shape == bags.shape, "int32 [N]"
-        assert 0 < rows < 1 << 31, "rows that int32 counts"
+        assert 0 < rows < 1 << 31, "rows must fit in int32"
         self.first_rows, self.bags, self.rows = first_rows, bags, rows
         bits = rows.bit_length()  # a key is a row plus one
         self.passes = cdiv(bits, digit_bits or _DIGIT_BITS)
@@ -43,7 +43,7 @@ class SortTable:
         self.items = items or (_ITEMS_OF_FEW if count < _FEW else _ITEMS)
         self.tiles = cdiv(count, _THREADS * self.items)
         self.memory: tuple[Tensor, ...] | None = None
-        """Keys and values of passes in between, digits' counts and starts, tickets, what tiles publish."""
+        """Keys and values of intermediate passes, digits' counts and starts, tickets, and published counts."""
         if _on_hopper(bags.device):
             digits = self.passes << self.digit_bits
             sizes = (count, count, digits, digits, self.passes + 1, digits * self.tiles)
@@ -55,10 +55,10 @@ def _on_hopper(device: torch.device) -> bool:
 
 
 def sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-    """Sort rows, stably, and bring the bag of each along.
+    """Sorts rows, stably, with the bag of each.
 
-    ids: as batches have them, 0 or more; the row of each is ids + table.first_rows. sorted_ids:
-    rows, ascending. sorted_bags: the bag of each. All int32 [N]; the outputs overlap nothing.
+    ids: from a batch, not negative; the row of each is ids + table.first_rows. sorted_ids: rows, ascending.
+    sorted_bags: the bag of each. All int32 [N]; the outputs overlap nothing.
     """
     tensors = (ids, sorted_ids, sorted_bags)
     assert all(t.dtype == torch.int32 and t.shape == table.bags.shape for t in tensors), "ids and bags: int32 [N]"
@@ -72,8 +72,8 @@ def plain_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bag
 
 
 def sort_rows(rows: Tensor, bags: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-    """Sort rows, of which those below 0 are padding, stably, and bring the bag of each along, by PyTorch. All int32
-    [N]; the outputs overlap nothing."""
+    """Sorts rows, negative ones being padding, stably, with the bag of each, in PyTorch. All int32 [N]; the outputs
+    overlap nothing."""
     order = torch.empty(rows.shape, dtype=torch.int64, device=rows.device)
     torch.sort(rows, stable=True, out=(sorted_ids, order))
     torch.index_select(bags, 0, order, out=sorted_bags)
@@ -101,10 +101,10 @@ def _kernel(name: str, bits: int, passes: int, items: int, device: torch.device)
 
 
 def cuda_sort_ids(ids: Tensor, table: SortTable, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-    """Computes `sort_ids` in a kernel that counts digits and one for each digit."""
+    """Computes `sort_ids` with a kernel that counts digits, and one kernel per digit."""
     if len(ids) == 0:
         return
-    assert table.memory is not None, "a Hopper GPU"
+    assert table.memory is not None, "sorting needs a Hopper GPU"
     assert ids.is_contiguous() and sorted_ids.is_contiguous() and sorted_bags.is_contiguous(), "contiguous tensors only"
     keys, values, *shared = (tensor.data_ptr() for tensor in table.memory)
     of_batch = (ids.data_ptr(), table.first_rows.data_ptr(), table.bags.data_ptr())

@@ -1,2 +1,2 @@
-# DGX H200: a DGX H100 but for the memory of its GPUs, 141 GB each. Sourced by node.sh.
+# DGX H200: like a DGX H100, but with 141 GB of memory per GPU. Sourced by node.sh.
 . "$ROOT/launch/slurm/dgx-h100.sh"

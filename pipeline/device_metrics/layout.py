@@ -1,8 +1,8 @@
-"""Table of slots that a RecMetricList asks for: the sum that feeds each state of each metric, and for how long.
+"""Table of slots for a RecMetricList: the sum that feeds each state of each metric, and its window.
 
 A slot is one float64 state of one metric ("pos_labels" of NE), held for every task, once over the lifetime and once
-over the metric's window. Metrics share the sums of a batch, never their states: their windows differ, and a checkpoint
-may hold one metric's history and not the other's.
+over the metric's window. Metrics share the sums of a batch, but not their states: their windows differ, and a
+checkpoint may contain one metric's history and not the other's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SUMS = (
     "squared_label",
     "accuracy",
 )
-"""The sums of one batch, in the order of the update: of cross entropy in bits, w, w l, w (1 - l), w p, w (l - p)^2, w
-l^2 and w [(p >= threshold) = l], with weights w, labels l and predictions p."""
+"""The sums of one batch, in the order of the update: cross entropy in bits, w, w l, w (1 - l), w p, w (l - p)^2, w l^2
+and w [(p >= threshold) = l], with weights w, labels l and predictions p."""
 
 _STATES: dict[type[RecMetric], dict[str, str]] = {
     NEMetric: {
@@ -49,7 +49,7 @@ _STATES: dict[type[RecMetric], dict[str, str]] = {
     },
     AccuracyMetric: {"accuracy_sum": "accuracy", "weighted_num_samples": "weight"},
 }
-"""TorchRec's names of the states of each metric, and the sum that each adds up."""
+"""TorchRec's state names of each metric, and the sum that feeds each state."""
 
 _FUSED = (RecComputeMode.FUSED_TASKS_COMPUTATION, RecComputeMode.FUSED_TASKS_AND_STATES_COMPUTATION)
 _ETA = 1e-12
@@ -62,50 +62,51 @@ class Slots:
 
     metric: RecMetric
     tasks: tuple[int, ...]
-    """Tasks for which the metric is reported, by their places in Layout.tasks."""
+    """Tasks for which the metric is reported, as indices into Layout.tasks."""
     states: tuple[str, ...]
     first: int
-    """The slot of states[0]; the others follow."""
+    """The slot of states[0]; those of the other states follow."""
 
     @property
     def fused(self) -> bool:
-        """Whether one computation of TorchRec's holds all tasks, or one each."""
+        """Whether one of TorchRec's computations holds all tasks, instead of one each."""
         return self.metric._compute_mode in _FUSED
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All that an update must know of the metrics."""
+    """Everything that an update needs to know about the metrics."""
 
     tasks: tuple[RecTaskInfo, ...]
     metrics: tuple[Slots, ...]
-    """The metrics in the order of the list, without AUC."""
+    """The metrics in list order, without AUC."""
     sources: tuple[int, ...]
-    """The place in SUMS of each slot's sum."""
+    """The index into SUMS of each slot's sum."""
     windows: tuple[int, ...]
     """The window of each slot, in samples of one rank."""
     auc: Slots | None
     auc_window: int
     validate: bool
-    """Whether a task's batch is left out if none of its weights differs from zero (should_validate_update)."""
+    """Whether a task's batch is skipped if all its weights are zero (should_validate_update)."""
     reports_everywhere: bool
-    """Whether every rank computes values from the sums of all (compute_on_all_ranks), or rank 0 only."""
+    """Whether every rank computes values from the sums of all ranks (compute_on_all_ranks), or only rank 0."""
     my_rank: int
     process_group: Any
-    """Process group whose ranks' sums are added, None for all ranks."""
+    """Process group whose ranks' sums are added; None for all ranks."""
     eta: float
     threshold: float
 
     @property
     def auc_tasks(self) -> tuple[int, ...]:
-        """Tasks whose samples are kept."""
+        """Tasks whose samples are kept, for AUC."""
         return self.auc.tasks if self.auc else ()
 
 
 def layout_of(rec_tasks: list[RecTaskInfo], rec_metrics: RecMetricList) -> Layout:
     """Returns the layout of these metrics.
 
-    Raises ValueError, which names the metric or the task, for what DeviceRecMetrics cannot compute as TorchRec does.
+    Raises ValueError, naming the metric or the task, for anything that DeviceRecMetrics cannot compute as TorchRec
+    does.
     """
     names = [task.name for task in rec_tasks]
     for task in rec_tasks:
@@ -117,7 +118,7 @@ def layout_of(rec_tasks: list[RecTaskInfo], rec_metrics: RecMetricList) -> Layou
     for metric in metrics:
         name = str(metric._namespace)
         if name in of_metrics:
-            raise ValueError(f"rec_metrics has {name} twice, whose values would have the same keys: leave one out")
+            raise ValueError(f"rec_metrics has {name} twice, which would give equal keys: leave one out")
         of_metrics[name] = _tasks_of(metric, names)
         _check_metric(metric, name)
     used = sorted({task for tasks in of_metrics.values() for task in tasks})
@@ -137,7 +138,7 @@ def layout_of(rec_tasks: list[RecTaskInfo], rec_metrics: RecMetricList) -> Layou
     common = [_common_options(metric) for metric in metrics]
     differing = [name for name in common[0] if any(options[name] is not common[0][name] for options in common)]
     if differing:
-        raise ValueError(f"{', '.join(differing)} of rec_metrics differ: give all metrics the same")
+        raise ValueError(f"{', '.join(differing)} of rec_metrics differ: give all metrics the same values")
     return Layout(
         tasks=tuple(rec_tasks[task] for task in used),
         metrics=tuple(slots),
@@ -156,17 +157,17 @@ def layout_of(rec_tasks: list[RecTaskInfo], rec_metrics: RecMetricList) -> Layou
 
 def _check_task(task: RecTaskInfo, names: list[str]) -> None:
     if names.count(task.name) > 1:
-        raise ValueError(f"rec_tasks has {task.name!r} twice: give every task a name of its own")
+        raise ValueError(f"rec_tasks has {task.name!r} twice: give every task a unique name")
     if not (task.label_name and task.prediction_name and task.weight_name):
-        raise ValueError(f"task {task.name!r} lacks a label_name, prediction_name or weight_name: name all three")
+        raise ValueError(f"task {task.name!r} lacks label_name, prediction_name or weight_name: set all three")
 
 
 def _tasks_of(metric: RecMetric, names: list[str]) -> list[int]:
-    """Places in rec_tasks of the tasks of a metric."""
+    """Returns the indices into rec_tasks of a metric's tasks."""
     missing = [task.name for task in metric._tasks if task.name not in names]
     if missing:
         raise ValueError(
-            f"{metric._namespace} has the tasks {missing}, which rec_tasks lacks, and would never be updated: "
+            f"{metric._namespace} has the tasks {missing}, which rec_tasks lacks, so they would never be updated: "
             "add them to rec_tasks"
         )
     return [names.index(task.name) for task in metric._tasks]
@@ -187,8 +188,8 @@ def _check_metric(metric: RecMetric, name: str) -> None:
         )
     if metric._should_validate_update and metric._compute_mode in _FUSED:
         raise ValueError(
-            f"{name}: should_validate_update under rec_compute_mode {metric._compute_mode.name} leaves a batch out "
-            "only where no task has a weight: use UNFUSED_TASKS_COMPUTATION, whose cost here is the same"
+            f"{name}: should_validate_update under rec_compute_mode {metric._compute_mode.name} skips a batch only if "
+            "no task has a weight: use UNFUSED_TASKS_COMPUTATION, which costs the same here"
         )
     computation: Any = metric._metrics_computations[0]
     if type(metric) is AUCMetric:
@@ -197,11 +198,11 @@ def _check_metric(metric: RecMetric, name: str) -> None:
         return
     states = {state for state in computation._defaults if not state.startswith("window_")} - {"has_valid_update"}
     if states != set(_STATES[type(metric)]):
-        raise ValueError(f"{name} of this TorchRec has the states {sorted(states)}: DeviceRecMetrics knows others")
+        raise ValueError(f"{name} of this TorchRec has the states {sorted(states)}: DeviceRecMetrics expects others")
 
 
 def _common_options(metric: RecMetric) -> dict[str, Any]:
-    """Returns the options that TorchRec gives to every metric alike, unless a list is made by hand."""
+    """Returns the options that TorchRec gives to every metric alike, except in a hand-made list."""
     computation: Any = metric._metrics_computations[0]
     return {
         "should_validate_update": metric._should_validate_update,
@@ -212,6 +213,6 @@ def _common_options(metric: RecMetric) -> dict[str, Any]:
 
 
 def _option(metrics: list[RecMetric], kind: type[RecMetric], name: str, default: float) -> float:
-    """An attribute of the computation of one kind of metric, or its default where there is none of that kind."""
+    """Returns an attribute of the computation of one kind of metric, or the default if there is no such metric."""
     found = [getattr(metric._metrics_computations[0], name) for metric in metrics if type(metric) is kind]
     return float(found[0]) if found else default

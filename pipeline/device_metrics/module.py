@@ -1,4 +1,4 @@
-"""TorchRec's RecMetricModule with its sums on the device: one kernel an update, and nothing waits for it."""
+"""TorchRec's RecMetricModule with its sums on the device: an update is one kernel, and nothing waits for it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ except ImportError:  # before TorchRec 1.8, whose compute returns a dict
 logger = logging.getLogger(__name__)
 
 _NOT_SAVED = ("lifetime", "valid")
-"""Tensors of the state that checkpoints hold under the keys of RecMetricModule, in the states of its metrics."""
+"""Tensors that checkpoints store under RecMetricModule's keys, in the states of its metrics."""
 
 
 class DeviceRecMetrics(RecMetricModule):
-    """Takes RecMetricModule's place: metric_class=DeviceRecMetrics in generate_metric_module, or by its constructor.
+    """Replaces RecMetricModule: pass metric_class=DeviceRecMetrics to generate_metric_module, or call the constructor.
 
     It computes NE, calibration, CTR, MSE, accuracy and AUC, lifetime and windowed, under the same keys. Sums are
-    float64 of float64 terms whatever the dtypes of the batch: RecMetricModule's values for the same numbers given as
-    float64. Values come as CPU tensors. rec_metrics stays as the description of what is computed; its states hold
-    nothing but what state_dict() puts there.
+    float64 of float64 terms whatever the dtypes of the batch: the values equal RecMetricModule's for the same numbers
+    given as float64. Values are CPU tensors. rec_metrics remains as the description of the metrics; its states hold
+    only what state_dict() writes there.
 
-    Within a CUDA graph, update() is one kernel that replays go on with; the graph holds the addresses of the captured
-    model_out. Ask for what it was captured with: update once before, and reset() before the first replay.
+    Within a CUDA graph, update() is one kernel that every replay repeats; the graph holds the addresses of the captured
+    model_out. Before the capture call update() once, and before the first replay reset().
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class DeviceRecMetrics(RecMetricModule):
         min_compute_interval: float = 0.0,
         max_compute_interval: float = float("inf"),
     ) -> None:
-        """Raises ValueError, which names the metric or the task, for a metric that it cannot compute as TorchRec
-        does."""
+        """Raises ValueError, naming the metric or the task, for a metric that it cannot compute as TorchRec does."""
         intervals = (compute_interval_steps, min_compute_interval, max_compute_interval)
         super().__init__(batch_size, world_size, rec_tasks, rec_metrics, throughput_metric, state_metrics, *intervals)
         self.layout = layout_of(self.rec_tasks, self.rec_metrics)
@@ -73,8 +72,8 @@ class DeviceRecMetrics(RecMetricModule):
     def update(self, model_out: dict[str, Tensor], **kwargs: Any) -> None:
         """Adds a batch: one launch on the current stream for every 64 tasks.
 
-        kwargs: as for RecMetricModule; these metrics need none. Raises ValueError, which names the output, before
-        anything is changed.
+        kwargs: as for RecMetricModule; these metrics need none. Raises ValueError, naming the output, before anything
+        is changed.
         """
         if self._synced:
             raise RecMetricException("update between sync() and unsync(): call unsync() first")
@@ -89,10 +88,10 @@ class DeviceRecMetrics(RecMetricModule):
         self.trained_batches += 1
 
     def compute_async(self) -> PendingMetrics:
-        """Starts a compute, on every rank, of the sums after the current stream's work; training continues at once.
+        """Starts a compute, on every rank, of the sums after the current stream's work; returns at once.
 
-        The current stream copies the sums, another stream gathers those of all ranks. result() of the returned object
-        has the values; it may be called on any rank or none.
+        The current stream copies the sums, another stream gathers those of all ranks. The returned object's result()
+        gives the values; it may be called on any rank or on none.
         """
         self.compute_count += 1
         self._adjust_compute_interval()
@@ -103,41 +102,41 @@ class DeviceRecMetrics(RecMetricModule):
         return self._start(local=False, also=also)
 
     def compute(self) -> Any:
-        """Values over all ranks, by TorchRec's keys: compute_async() and its result()."""
+        """Returns the values over all ranks, by TorchRec's keys: the result() of compute_async()."""
         return DeferrableMetrics(self.compute_async().result())
 
     def local_compute(self) -> Any:
-        """Values of this rank alone; their names begin with "local_"."""
+        """Returns the values of this rank only; their names begin with "local_"."""
         return DeferrableMetrics(self._start(local=True, also={}).result())
 
     def sync(self) -> None:
-        """Makes state_dict() give the sums of all ranks, until unsync()."""
+        """Makes state_dict() return the sums of all ranks, until unsync()."""
         _before_saving(self)
         super().sync()
         self._synced = True
 
     def unsync(self) -> None:
-        """Makes state_dict() give this rank's sums again."""
+        """Makes state_dict() return this rank's sums again."""
         super().unsync()
         self._synced = False
 
     def reset(self) -> None:
-        """Forgets all batches, in the same memory: captured graphs stay valid."""
+        """Clears all sums, in the same memory: captured graphs stay valid."""
         super().reset()
         for tensor in self._state:
             tensor.zero_()
 
     def get_pre_compute_states(self, pg: Any = None) -> Any:
-        """Raises: windows are rings here."""
-        raise RecMetricException("DeviceRecMetrics has no pre-compute states: save state_dict(), of every rank")
+        """Raises RecMetricException: windows are rings here."""
+        raise RecMetricException("DeviceRecMetrics has no pre-compute states: save state_dict() of every rank")
 
     def load_pre_compute_states(self, source: Any) -> None:
-        """Raises: windows are rings here."""
-        raise RecMetricException("DeviceRecMetrics takes no pre-compute states: load state_dict(), on every rank")
+        """Raises RecMetricException: windows are rings here."""
+        raise RecMetricException("DeviceRecMetrics has no pre-compute states: load state_dict() on every rank")
 
     def _start(self, local: bool, also: dict[str, Any]) -> PendingMetrics:
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a compute within a capture: call it beside the graph's replays")
+            raise RuntimeError("compute cannot be captured: call it outside the graph")
         return PendingMetrics(self.layout, self._reports, self._state, local, also)
 
     @property
@@ -145,7 +144,7 @@ class DeviceRecMetrics(RecMetricModule):
         return self._state.lifetime.is_cuda
 
     def _bind(self) -> None:
-        """Takes the buffers where they are now."""
+        """Refers to the buffers at their current device."""
         self._state = State(**dict(self.device_state.named_buffers()))
         self._scratch = Scratch(**dict(self.device_scratch.named_buffers()))
         self._updater = Updater(self.layout, self._state, self._scratch)
@@ -154,7 +153,7 @@ class DeviceRecMetrics(RecMetricModule):
         dtypes = [tensor.dtype for tensor in self._state]
         super()._apply(fn, recurse)
         if self.throughput_metric:
-            self.throughput_metric.cpu()  # counted by the host, on which its tensors cost no launches
+            self.throughput_metric.cpu()  # counts on the host, where its tensors cost no launches
         self._bind()
         if [tensor.dtype for tensor in self._state] != dtypes:
             raise ValueError("DeviceRecMetrics holds float64 sums: move it with .to(device), without a dtype")
@@ -162,7 +161,7 @@ class DeviceRecMetrics(RecMetricModule):
 
 
 class _Buffers(nn.Module):
-    """Tensors that move with a module. not_saved: those of them that checkpoints leave out."""
+    """Tensors that move with a module. not_saved: names of tensors that checkpoints omit."""
 
     def __init__(self, tensors: dict[str, Tensor], not_saved: tuple[str, ...]) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class _Buffers(nn.Module):
 
 
 def _before_saving(module: DeviceRecMetrics, prefix: str = "", keep_vars: bool = False) -> None:
-    """Puts lifetime sums into the states of TorchRec's metrics, whose keys checkpoints have."""
+    """Copies lifetime sums into the states of TorchRec's metrics, whose keys checkpoints use."""
     if module._synced:
         return
     for slots, place, computation in _computations(module.layout):
@@ -188,18 +187,18 @@ def _before_loading(
     if module._synced:
         raise RecMetricException("load_state_dict between sync() and unsync(): call unsync() first")
     if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError("load_state_dict(assign=True) would leave captured graphs with old memory: leave assign out")
-    _before_saving(module)  # what a checkpoint lacks stays as it is
+        raise ValueError("load_state_dict(assign=True) would leave captured graphs with old memory: omit assign")
+    _before_saving(module)  # so that values missing in the checkpoint stay unchanged
     saved = {name: tensor for name, tensor in module.device_state.named_buffers() if name not in _NOT_SAVED}
     own = f"{prefix}device_state."
     if not any(key.startswith(own) for key in state_dict):
-        logger.warning("the checkpoint has no windows, as RecMetricModule saves none: windows and AUC start empty")
+        logger.warning("the checkpoint has no windows, because RecMetricModule saves none: windows and AUC start empty")
         for name, tensor in saved.items():
             state_dict[own + name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _after_loading(module: DeviceRecMetrics, incompatible_keys: Any) -> None:
-    """Takes lifetime sums from the states of TorchRec's metrics."""
+    """Copies lifetime sums from the states of TorchRec's metrics."""
     for slots, place, computation in _computations(module.layout):
         tasks = [slots.tasks[place]] if place is not None else list(slots.tasks)
         states = [(state, module._state.lifetime, slot) for slot, state in enumerate(slots.states, slots.first)]
@@ -209,20 +208,19 @@ def _after_loading(module: DeviceRecMetrics, incompatible_keys: Any) -> None:
             loaded: Tensor = getattr(computation, state)
             if loaded.shape != (len(tasks),):
                 raise ValueError(
-                    f"{slots.metric._namespace}'s {state} has the shape {tuple(loaded.shape)} in the checkpoint, and "
-                    f"({len(tasks)},) here: load it under the rec_compute_mode and tasks that it was saved with"
+                    f"{slots.metric._namespace}'s {state} has shape {tuple(loaded.shape)} in the checkpoint, but "
+                    f"({len(tasks)},) here: load it with the rec_compute_mode and tasks that it was saved with"
                 )
             tensor[tasks, column] = loaded.to(tensor)
 
 
 def _valid_slot(slots: Slots) -> int:
-    """Returns the column of State.valid in which a metric's taken batches are recorded."""
+    """Returns the column of State.valid that records whether a metric has accepted a batch."""
     return slots.first if slots.states else -1
 
 
 def _computations(layout: Layout) -> list[tuple[Slots, int | None, Any]]:
-    """Returns TorchRec's computations: each with its metric's slots and the place of its task there, None for all
-    tasks."""
+    """Returns TorchRec's computations: each with its metric's slots and its task's index there, None for all tasks."""
     of_metrics = [*layout.metrics, *([layout.auc] if layout.auc else [])]
     return [
         (slots, None if slots.fused else place, computation)

@@ -1,4 +1,4 @@
-"""A compute in progress: a snapshot on the training's stream, and the rest on another."""
+"""A compute in progress: a snapshot on the training's stream, and the remaining work on another."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .state import State
 
 
 class PendingMetrics:
-    """Values that a compute will have: those of the moment of its call, though updates go on."""
+    """The values of a pending compute: those at the time of its call, even if updates continue."""
 
     def __init__(self, layout: Layout, reports: Reports, state: State, local: bool, also: dict[str, Any]) -> None:
         """Starts a compute on the state after the current stream's work: a collective, unless local.
 
-        local: of this rank alone. also: values that exist already, which come last.
+        local: of this rank only. also: values that exist already, appended last.
         """
         self._layout, self._reports, self._local, self._also = layout, reports, local, also
         self._shape = state.lifetime.shape
@@ -45,12 +45,12 @@ class PendingMetrics:
         self._values: dict[str, Any] | None = None
 
     def done(self) -> bool:
-        """Whether the sums have come to the host, so that result() waits for nothing but the sorting of AUC."""
+        """Whether the sums have reached the host, so that result() waits only for the sorting of AUC."""
         return self._arrived is None or self._arrived.query()
 
     def result(self) -> dict[str, Any]:
-        """Returns the values by TorchRec's keys, as CPU tensors; on ranks that do not report, only those of throughput
-        and states. Waits for the device where it must, and never for other ranks' work after they started the
+        """Returns the values by TorchRec's keys, as CPU tensors; on ranks that do not report, only throughput and state
+        metrics. Waits for the device if necessary, but never for work of other ranks after they started the
         compute."""
         if self._values is None:
             if self._arrived is not None:
@@ -79,7 +79,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _beside(device: torch.device, wait: bool = True) -> Any:
-    """Returns a context whose GPU work goes to a new stream, after the current stream's present work."""
+    """Returns a context whose GPU work runs on another stream, after the current stream's work so far."""
     if device.type != "cuda":
         return nullcontext()
     stream = _stream(device)
@@ -89,7 +89,7 @@ def _beside(device: torch.device, wait: bool = True) -> Any:
 
 
 def _gather(tensor: Tensor, layout: Layout) -> Tensor:
-    """The tensors of all ranks, [ranks, ...]."""
+    """Returns the tensors of all ranks, [ranks, ...]."""
     if not (dist.is_available() and dist.is_initialized()):
         return tensor[None]
     of_ranks = tensor.new_empty(dist.get_world_size(layout.process_group), *tensor.shape)
@@ -98,7 +98,7 @@ def _gather(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def _start_reading(tensor: Tensor) -> Tensor:
-    """Starts a copy to the host, which is complete once the current stream has reached it."""
+    """Starts a copy to the host, which is complete after the current stream has reached it."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""An update in plain PyTorch: the CPU path, and the twin of the kernel."""
+"""An update in plain PyTorch: the CPU path, and the reference for the kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .state import Scratch, State
 
 
 class Signals(NamedTuple):
-    """Labels, predictions and weights of one task: one-dimensional, of the same length, of any real dtype."""
+    """Labels, predictions and weights of one task: one-dimensional, of equal length, of any real dtype."""
 
     labels: Tensor
     predictions: Tensor
@@ -21,7 +21,7 @@ class Signals(NamedTuple):
 
 
 def plain_update(layout: Layout, state: State, scratch: Scratch, batch: Sequence[Signals]) -> None:
-    """Adds one batch to the state. batch: of each task; a task without samples stays as it is."""
+    """Adds one batch to the state. batch: one entry per task; a task without samples stays unchanged."""
     for task, signals in enumerate(batch):
         if signals.labels.numel() and not (layout.validate and not signals.weights.count_nonzero()):
             _add_to_sums(layout, state, scratch, task, signals)
@@ -34,7 +34,7 @@ def plain_update(layout: Layout, state: State, scratch: Scratch, batch: Sequence
 
 
 def batch_sums(signals: Signals, eta: float, threshold: float) -> Tensor:
-    """The sums of a batch in the order of SUMS, float64 [8]; the formulas are those of torchrec.metrics, in float64."""
+    """Returns a batch's sums in the order of SUMS, float64 [8]; formulas as in torchrec.metrics, in float64."""
     labels, predictions, weights = (signal.double() for signal in signals)
     inside = predictions.clamp(eta, 1 - eta)
     terms = (
@@ -51,7 +51,7 @@ def batch_sums(signals: Signals, eta: float, threshold: float) -> Tensor:
 
 
 def _add_to_sums(layout: Layout, state: State, scratch: Scratch, task: int, signals: Signals) -> None:
-    """Adds up in the order of TorchRec's WindowBuffer, so that rounding is the same too."""
+    """Adds in the order of TorchRec's WindowBuffer, so that rounding is the same too."""
     added = batch_sums(signals, layout.eta, layout.threshold)[list(layout.sources)]
     size = signals.labels.numel()
     window = state.window[task]

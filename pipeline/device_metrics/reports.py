@@ -1,4 +1,4 @@
-"""Values from sums under TorchRec's keys: by the formulas of TorchRec's own computations, on the host."""
+"""Values from sums under TorchRec's keys, by the formulas of TorchRec's own computations, on the host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SIGNALS = ("predictions", "labels", "weights")
 
 
 class Reports:
-    """Values of the metrics of a layout.
+    """Computes the values of a layout's metrics.
 
-    TorchRec's computation of one task knows the formula; a copy of it is given the states of all tasks in their place.
+    TorchRec's computation of one task has the formula; a copy of it receives the states of all tasks instead.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -28,11 +28,11 @@ class Reports:
         self._keys: dict[tuple[object, ...], list[str]] = {}
 
     def of_sums(self, lifetime: Tensor, window: Tensor, valid: Tensor, scope: str) -> dict[str, Tensor]:
-        """Values of all metrics but AUC.
+        """Returns the values of all metrics but AUC.
 
-        lifetime, window: float64 [T, K] on the CPU, over all ranks. valid: [T, K + 1], nonzero where any batch was
-        taken; elsewhere values are 0 if updates are validated. scope: what keys of the metric's name begin with,
-        "local_" or "".
+        lifetime, window: float64 [T, K] on the CPU, over all ranks. valid: [T, K + 1], nonzero if any batch was
+        accepted; otherwise values are 0 if updates are validated. scope: prefix of the metric's name in keys, "local_"
+        or "".
         """
         values: dict[str, Tensor] = {}
         lifetimes, windows, has_batch = lifetime.t().contiguous(), window.t().contiguous(), valid.t() != 0
@@ -51,7 +51,7 @@ class Reports:
     def of_samples(
         self, samples: Tensor, seen: Sequence[Sequence[int]], valid: Tensor, scope: str
     ) -> dict[str, Tensor]:
-        """AUC of each task, from the same samples in the same order as TorchRec's, by its own function.
+        """Returns the AUC of each task, from the same samples in the same order as TorchRec's, by its own function.
 
         samples: float32 [ranks, A, 3, C] on any device. seen: by rank and ring. valid, scope: as in `of_sums`.
         """
@@ -68,7 +68,7 @@ class Reports:
             reports = computation._compute()
             by_report.append([report.value for report in reports])
         for name in _SIGNALS:
-            setattr(computation, name, [])  # a window of samples is not kept until the next compute
+            setattr(computation, name, [])  # frees the window of samples until the next compute
         values: dict[str, Tensor] = {}
         for report, parts in zip(reports, zip(*by_report, strict=True), strict=True):
             of_tasks = torch.cat(parts).cpu()
@@ -78,7 +78,7 @@ class Reports:
         return values
 
     def _keyed(self, slots: Slots, report: Any, values: Tensor, scope: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields values [tasks of the metric] by key; of one element each, or of no dimension where TorchRec fuses
+        """Yields values [tasks of the metric] by key; of one element each, or zero-dimensional if TorchRec fuses
         tasks."""
         named = (slots.metric._namespace, report.name, scope + report.metric_prefix.value, report.description)
         keys = self._keys.get(named)
@@ -91,17 +91,17 @@ class Reports:
 
 
 def _copied(slots: Slots) -> Any:
-    """A computation whose states are its own, and all else TorchRec's."""
+    """Returns a computation with separate states, sharing everything else with TorchRec's."""
     return copy.copy(slots.metric._metrics_computations[0])
 
 
 def _chooser(slots: Slots, tasks: int) -> Any:
-    """An index of the tasks of a metric: a slice where it is all of them, which copies nothing."""
+    """Returns an index of the tasks of a metric: a slice if it has all tasks, which copies nothing."""
     return slice(None) if slots.tasks == tuple(range(tasks)) else list(slots.tasks)
 
 
 def _alike(seen: Sequence[Sequence[int]]) -> Iterator[slice]:
-    """Neighbouring rings that were given equal numbers of samples, on every rank: all of them, as a rule."""
+    """Yields ranges of rings that received equal numbers of samples on every rank: usually one range of all."""
     by_ring = list(zip(*seen, strict=True))
     first = 0
     for ring in range(1, len(by_ring) + 1):
@@ -111,8 +111,8 @@ def _alike(seen: Sequence[Sequence[int]]) -> Iterator[slice]:
 
 
 def _in_order(rings: Tensor, seen: int) -> Tensor:
-    """Returns the samples of rings [A, 3, C], oldest first; one without weight where there is none, as TorchRec has
-    it."""
+    """Returns the samples of rings [A, 3, C], oldest first; if there are none, one sample without weight, as in
+    TorchRec."""
     capacity = rings.shape[-1]
     if seen == 0:
         return rings.new_zeros(len(rings), 3, 1)

@@ -1,4 +1,4 @@
-"""The device's memory between updates, at addresses that never change."""
+"""The device memory that persists between updates, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrec.metrics.rec_metric import MAX_BUFFER_COUNT
 from .layout import SUMS, Layout
 
 MAX_PARTS = 64
-"""Largest number of thread blocks that share the batch of one task."""
+"""Maximum number of thread blocks that share the batch of one task."""
 
 
 class State(NamedTuple):
@@ -22,22 +22,22 @@ class State(NamedTuple):
     window: Tensor
     """float64 [T, K]: sums over the window."""
     batches: Tensor
-    """float64 [1000, T, K]: the sums that each batch of the window added; a ring of TorchRec's MAX_BUFFER_COUNT
+    """float64 [1000, T, K]: the contribution of each batch of the window; a ring of TorchRec's MAX_BUFFER_COUNT
     batches."""
     batch_sizes: Tensor
-    """int32 [1000, T, K]: the samples of each of these batches."""
+    """int32 [1000, T, K]: the number of samples of each of these batches."""
     cursors: Tensor
-    """int64 [3, T, K]: the place of the window's first batch, the number of its batches, and that of its samples."""
+    """int64 [3, T, K]: the index of the window's first batch, its number of batches, and its number of samples."""
     valid: Tensor
-    """int32 [T, K + 1]: whether any batch was taken, by slot and, last, by AUC; kept where updates are validated."""
+    """int32 [T, K + 1]: whether any batch was accepted, by slot and, last, by AUC; used if updates are validated."""
     samples: Tensor
     """float32 [A, 3, C]: predictions, labels and weights, a ring for each task of AUC."""
     seen: Tensor
-    """int64 [A]: the number of samples that the ring was ever given; the next goes to seen % C."""
+    """int64 [A]: total number of samples written to the ring; the next one goes to seen % C."""
 
 
 class Scratch(NamedTuple):
-    """Memory that an update needs beside the state, and no checkpoint."""
+    """Memory that an update needs in addition to the state; not saved in checkpoints."""
 
     windows: Tensor
     """int64 [K]: the window of each slot, in samples."""
@@ -50,7 +50,7 @@ class Scratch(NamedTuple):
 
 
 def empty_state(layout: Layout) -> State:
-    """A state before the first update, on the CPU."""
+    """Returns a state before the first update, on the CPU."""
     tasks, slots = len(layout.tasks), len(layout.sources)
     return State(
         lifetime=torch.zeros(tasks, slots, dtype=torch.float64),
@@ -65,7 +65,7 @@ def empty_state(layout: Layout) -> State:
 
 
 def scratch_of(layout: Layout) -> Scratch:
-    """The scratch of a layout, on the CPU."""
+    """Returns the scratch memory for a layout, on the CPU."""
     rows = [layout.auc_tasks.index(task) if task in layout.auc_tasks else -1 for task in range(len(layout.tasks))]
     return Scratch(
         windows=torch.tensor(layout.windows, dtype=torch.int64),

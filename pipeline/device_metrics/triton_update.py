@@ -1,9 +1,9 @@
 """An update as one kernel for all tasks, in Triton; plain_update is its plain twin.
 
-A thread block, or several for a large batch, reads the samples of one task and adds them up in float64. The last block
-adds the blocks' sums in a fixed order, so that equal inputs give equal results. It then moves the windows of all slots
-of its task at once, each by its own cursor on the device: nothing depends on the host, and a replayed graph continues
-where the last one ended.
+One thread block, or several for a large batch, reads the samples of one task and sums them in float64. The last block
+adds the blocks' sums in a fixed order, so that equal inputs give equal results. It then advances the windows of all
+slots of its task at once, each by its own cursor on the device: nothing depends on the host, and a replayed graph
+continues where the previous replay ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ with contextlib.suppress(ImportError):
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
 MAX_TASKS = 64
-"""Number of tasks of one launch, whose addresses are its arguments; more tasks take another launch."""
+"""Maximum number of tasks per launch, whose addresses are its arguments; more tasks take further launches."""
 
 _BLOCK = 1024
 _SAMPLES_OF_PART = 8192
@@ -46,24 +46,24 @@ DTYPES = (
     torch.uint8,
     torch.bool,
 )
-"""Dtypes of labels, predictions and weights; the kernel knows a dtype by its place."""
+"""Dtypes of labels, predictions and weights; the kernel identifies a dtype by its index."""
 
-# An argument's value as far as the compiled kernel may know it: an address of no alignment, and a number that is
-# neither 1 nor a multiple of 16. So one kernel serves all addresses and numbers.
+# Values for which the kernel is specialized: an address without alignment, and a number that is neither 1 nor a
+# multiple of 16. So one kernel serves all addresses and numbers.
 _ANY_ADDRESS = 2**40 + 1
 _ANY_NUMBER = 3
 
 
 def _jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or nothing where Triton is missing: the function is then never called."""
+    """Returns `triton.jit(function)`, or the function itself if Triton is missing: it is then never called."""
     return triton.jit(function) if triton is not None else function
 
 
 class Launch:
     """One kernel, for batches of certain sizes, strides and dtypes of some tasks.
 
-    tasks: their places in the layout. sizes: of each of these tasks, in elements. strides: of labels, predictions and
-    weights of each in turn, in elements. dtypes: as strides.
+    tasks: indices into the layout. sizes: of each of these tasks, in elements. strides: of labels, predictions and
+    weights of each task in turn, in elements. dtypes: in the same order as strides.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Launch:
             )
 
     def __call__(self, addresses: tuple[int, ...]) -> None:
-        """Launches on the current stream. addresses: of labels, predictions and weights of each task, by turns."""
+        """Launches on the current stream. addresses: of labels, predictions and weights of each task in turn."""
         self._kernel[self._grid](addresses, *self._numbers, *self._tensors, *self._constants)
 
 
 def _power_of_2(number: int) -> int:
-    """The least power of two that is not below a number, at least 1."""
+    """Returns the smallest power of two that is at least `number` and at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
@@ -132,7 +132,7 @@ def addresses_of(tensors: list[Tensor]) -> tuple[int, ...]:
 
 @_jit
 def _read(address, at, mask, dtype: tl.constexpr):
-    """Elements of a tensor at an address, in float64; zero where masked."""
+    """Returns elements of a tensor at an address, in float64; zero where masked."""
     if dtype == 0:
         values = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask, other=0)
     elif dtype == 1:
@@ -156,7 +156,7 @@ def _read(address, at, mask, dtype: tl.constexpr):
 
 @_jit
 def _read_signal(address, at, mask, kind, role: tl.constexpr, codes: tl.constexpr, kinds: tl.constexpr):
-    """Returns labels (role 0), predictions (1) or weights (2) of a task whose dtypes are of one of some kinds."""
+    """Returns labels (role 0), predictions (1) or weights (2) of a task, whose dtypes are those of its kind."""
     if kinds == 1:
         values = _read(address, at, mask, codes[role])
     else:
@@ -232,7 +232,7 @@ def _update_kernel(
             kind = tl.where(mine, kind_of[other], kind)
     task = own + first_task
 
-    # All that the windows need is asked for before the samples are.
+    # Issues the loads for the windows before those for the samples.
     slot = tl.arange(0, padded_slots)
     of_slots = slot < slots
     at_slot = task * slots + slot
@@ -326,8 +326,8 @@ def _update_kernel(
         for j in tl.static_range(slots):
             sum_of_slot = (s0, s1, s2, s3, s4, s5, s6, s7)[sources[j]]
             added = tl.where(slot == j, sum_of_slot, added)
-        # As TorchRec's WindowBuffer: a full buffer's oldest batch leaves, this one comes, and batches beyond the window
-        # leave, which may be this one.
+        # As in TorchRec's WindowBuffer: a full buffer drops its oldest batch, this batch is added, and batches beyond
+        # the window are dropped, possibly including this one.
         full = of_slots & (count == most)
         window = tl.where(full, window - oldest, window)
         used = tl.where(full, used - oldest_size, used)
@@ -352,7 +352,7 @@ def _update_kernel(
             first = tl.where(over, (first + 1) % most, first)
             count = tl.where(over, count - 1, count)
             over = of_slots & (used > limit)
-            fresh = first == last  # stored a moment ago, perhaps by another thread
+            fresh = first == last  # just stored, perhaps by another thread
             old = over & (fresh == 0)
             oldest = tl.where(fresh, added, tl.load(batches + first * in_step + at_slot, old, other=0.0))
             oldest_size = tl.where(fresh, size, tl.load(batch_sizes + first * in_step + at_slot, old, other=0))

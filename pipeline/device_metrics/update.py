@@ -1,4 +1,4 @@
-"""Updates from a model's outputs: looked up, checked once for each form of batch, and launched."""
+"""Updates from a model's outputs: looks up the tensors, checks them once per form of batch, and launches."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 class Updater:
     """Adds batches to a state.
 
-    Sizes, strides, dtypes and the device of a batch's tensors are its form. A form is checked when it comes for the
-    first time; later batches of it cost the look-up of their tensors and one launch.
+    Sizes, strides, dtypes and the device of a batch's tensors are its form. A form is checked on first use; later
+    batches of the same form cost the look-up of their tensors and one launch.
     """
 
     def __init__(self, layout: Layout, state: State, scratch: Scratch) -> None:
@@ -31,14 +31,14 @@ class Updater:
         names = [name for task in layout.tasks for name in (task.label_name, task.prediction_name, task.weight_name)]
         self._names = list(dict.fromkeys(names))
         self._places = [self._names.index(name) for name in names]
-        """Places of labels, predictions and weights of each task in turn, in `_names`."""
+        """Indices into `_names` of labels, predictions and weights of each task in turn."""
         self._get: Callable[[Mapping[str, Any]], Any] = itemgetter(*self._names)
         self._last: tuple[Any, ...] | None = None
         self._run: Callable[[list[Tensor]], None] = _nothing
         self._forms: dict[tuple[Any, ...], Callable[[list[Tensor]], None]] = {}
 
     def __call__(self, model_out: Mapping[str, Any]) -> None:
-        """Adds a batch. Raises ValueError, which names the output, before anything is changed."""
+        """Adds a batch. Raises ValueError, naming the output, before anything is changed."""
         try:
             tensors = list(self._get(model_out)) if len(self._names) > 1 else [self._get(model_out)]
             form = _form(tensors)
@@ -76,14 +76,14 @@ class Updater:
         return run
 
     def _size_of(self, task: int, signals: list[Tensor]) -> int:
-        """The number of samples of a task, the same in all its signals."""
+        """Returns the number of samples of a task, which must be the same in all its signals."""
         sizes = [signal.numel() for signal in signals[3 * task : 3 * task + 3]]
         if len(set(sizes)) > 1 or sizes[0] >= 2**31:
             info = self._layout.tasks[task]
             raise ValueError(
                 f"task {info.name!r} has {sizes[0]} labels ({info.label_name!r}), {sizes[1]} predictions "
                 f"({info.prediction_name!r}) and {sizes[2]} weights ({info.weight_name!r}): "
-                "give as many of each, below 2^31"
+                "give the same number of each, below 2^31"
             )
         return sizes[0]
 
@@ -105,19 +105,19 @@ class Updater:
     ) -> Callable[[list[Tensor]], None]:
         if triton_update.triton is None or triton_update.INTERPRETED:
             raise ValueError(
-                "DeviceRecMetrics on a GPU needs Triton, compiled: pip install triton, no TRITON_INTERPRET"
+                "DeviceRecMetrics on a GPU needs Triton, compiled: pip install triton, and unset TRITON_INTERPRET"
             )
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "the first batch of this form (sizes, strides, dtypes) came within a capture: update once before it, "
-                "and reset() after that, so that the kernel is there"
+                "the first batch of this form (sizes, strides, dtypes) came during a capture: before the capture, "
+                "update once so that the kernel exists, then call reset()"
             )
         device = self._state.lifetime.device
         with torch.cuda.device(device):
             launches = self._launches(sizes, strides, dtypes)
 
         def run(tensors: list[Tensor]) -> None:
-            if torch.cuda.current_device() != device.index:  # Triton launches on the current one
+            if torch.cuda.current_device() != device.index:  # Triton launches on the current device
                 with torch.cuda.device(device):
                     return launch_all(launches, tensors)
             return launch_all(launches, tensors)
@@ -125,7 +125,7 @@ class Updater:
         return run
 
     def _launches(self, sizes: list[int], strides: list[int], dtypes: list[torch.dtype]) -> _Launches:
-        """Returns kernels that take up to MAX_TASKS tasks each; none for tasks that have no samples at all."""
+        """Returns launches with up to MAX_TASKS tasks each; none for tasks without samples."""
         launches: _Launches = []
         for first in range(0, len(sizes), triton_update.MAX_TASKS):
             tasks = range(first, min(first + triton_update.MAX_TASKS, len(sizes)))
@@ -145,7 +145,7 @@ def launch_all(launches: _Launches, tensors: list[Tensor]) -> None:
 
 
 def _form(tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Returns the properties that must be the same for a launch to serve again: cheap, as it runs for every batch."""
+    """Returns the properties that must not change for a launch to be reused; must be cheap, as it runs per batch."""
     contiguous = all(map(Tensor.is_contiguous, tensors))
     strides = () if contiguous else tuple((tensor.shape, tensor.stride()) for tensor in tensors)
     sizes, dtypes = tuple(map(Tensor.numel, tensors)), tuple(map(_dtype, tensors))
@@ -154,18 +154,18 @@ def _form(tensors: list[Tensor]) -> tuple[Any, ...]:
 
 def _check(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ValueError(f"{name!r} is on {tensor.device}, the metrics on {device}: move one of them")
+        raise ValueError(f"{name!r} is on {tensor.device}, but the metrics are on {device}: move one of them")
     if tensor.dtype not in triton_update.DTYPES or tensor.layout != torch.strided:
         raise ValueError(f"{name!r} is {tensor.dtype} ({tensor.layout}): give a strided tensor of a real dtype")
     if not tensor.is_contiguous() and tensor.squeeze().dim() > 1:
-        raise ValueError(f"{name!r} has the shape {tuple(tensor.shape)} and is not contiguous: call .contiguous()")
+        raise ValueError(f"{name!r} has shape {tuple(tensor.shape)} and is not contiguous: call .contiguous()")
 
 
 def _stride(tensor: Tensor) -> int:
-    """The distance of neighbouring elements of a tensor that `_check` lets pass."""
+    """Returns the distance between neighbouring elements of a tensor that has passed `_check`."""
     squeezed = tensor.squeeze()
     return 1 if tensor.is_contiguous() or squeezed.dim() == 0 else squeezed.stride(0)
 
 
 def _nothing(tensors: list[Tensor]) -> None:
-    """The run before the first form."""
+    """Does nothing: the run before the first form."""

@@ -1,1 +1,1 @@
-"""The pipeline of fixed shapes: one CUDA graph an iteration."""
+"""The pipeline of fixed shapes, in which one CUDA graph can hold an iteration."""

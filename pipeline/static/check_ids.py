@@ -1,4 +1,4 @@
-"""A check of ids on the device, where they are used: for errors that the readers' checks on the host cannot find."""
+"""A check of ids on the device, where they are used: finds errors that the readers' checks on the host cannot."""
 
 import torch
 
@@ -7,7 +7,7 @@ from dlrm_bench.dlrm.tables.tables import Tables
 
 
 def check_ids(batch: Batch, tables: Tables, rank: int, iteration: int) -> None:
-    """ValueError names the first id of a batch on the device that is outside its table. Waits for the device.
+    """Raises ValueError, naming the first id of a batch on the device that is outside its table. Waits for the device.
 
     rank, iteration: for the message.
     """

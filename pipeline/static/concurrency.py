@@ -1,8 +1,8 @@
 """The streams and barriers of the static pipeline, each with its work or the accesses that it orders.
 
-Those of stage 3 are in the concurrency.py of the benchmark's room. CONCURRENCY.md draws one iteration and describes for
-each buffer its writers, its readers and their order; tests/pipeline/static/test_barriers.py shows that no barrier is
-missing and none is idle.
+Those of stage 3 are in the concurrency.py of the benchmark's folder. CONCURRENCY.md draws one iteration and describes
+the writers and readers of each buffer, and their order; tests/pipeline/static/test_barriers.py shows that no barrier is
+missing and none is redundant.
 """
 
 from dlrm_bench.dlrm.runtime.peer_memory import Barrier
@@ -63,13 +63,13 @@ def embedding_barriers(parts: int, nodes: int) -> EmbeddingBarriers:
 
 
 def pipeline_barriers(parts: int, nodes: int) -> tuple[Barrier, ...]:
-    """Returns all barriers of the static pipeline in peer memory, stage 3's left out."""
+    """Returns all barriers of the static pipeline with peer memory, except those of stage 3."""
     barriers = embedding_barriers(parts, nodes)
     return barriers.ids, *barriers.pooled, *barriers.gradients, WEIGHTS, EVALUATED
 
 
 def pipeline_streams() -> tuple[Stream, ...]:
-    """Returns all streams of the static pipeline, stage 3's left out."""
+    """Returns all streams of the static pipeline, except those of stage 3."""
     return MAIN, INPUT_DIST, AGREEMENT, TIERS, LOCAL, SECOND_HALF, SECOND_LOOKUP, REPLICATED, TABLES, SORT, WEIGHTS_SEEN
 
 

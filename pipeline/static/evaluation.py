@@ -1,4 +1,4 @@
-"""Forward passes in parallel with the training, each in parallel with the input dist of the next batch."""
+"""Forward passes between training iterations, each in parallel with the input dist of the next batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,14 +13,14 @@ from dlrm_bench.pipeline.static.iteration import Iteration, Slot
 from dlrm_bench.pipeline.static.streams import IterationStreams
 
 EAGER_BATCHES = 2
-"""Batches that are evaluated eagerly before the capture: cuBLAS, NCCL and Triton set themselves up in them."""
+"""Batches that are evaluated eagerly before the capture, in which cuBLAS, NCCL and Triton initialize themselves."""
 
 
 class Evaluation:
-    """A forward pass over two own slots in turn: batches of the training in flight keep theirs.
+    """A forward pass that alternates between two slots of its own: training batches in flight keep their slots.
 
     It may share other memory with the training (the dense network's x0 and activations): both run in order on one
-    stream, and either writes all that it reads except for weights. Its graphs have a separate memory pool.
+    stream, and each writes everything that it reads except weights. Its graphs have a separate memory pool.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class Evaluation:
         streams: IterationStreams,
         graphs: Callable[[str, Sequence[Callable[[], None]]], Graphs] | None,
     ) -> None:
-        """slots: two. fetcher, streams: the iteration's. graphs: makes graphs from a name and functions; None evaluates
-        eagerly."""
+        """slots: two. fetcher, streams: the iteration's. graphs: makes Graphs from a name and functions; None to
+        evaluate eagerly."""
         self.slots, self._iteration, self._fetcher, self._streams = slots, iteration, fetcher, streams
         self._logits = [torch.zeros_like(slot.batch.labels) for slot in slots]
         works = [partial(self._evaluate, i) for i in range(len(slots))]
@@ -51,7 +51,7 @@ class Evaluation:
             i = 1 - i
 
     def _launch(self, work: Callable[[], None], batch: Batch | None) -> None:
-        """Launches the fetch of `batch` and its input dist; None is the end: the present ids are distributed again."""
+        """Launches the fetch of `batch` and its input dist; None at the end: distributes the current ids again."""
         self._streams.limit_run_ahead()
         self._fetcher.name(batch)
         work()

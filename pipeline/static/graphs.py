@@ -13,8 +13,8 @@ from dlrm_bench.pipeline.five_stage.cuda_graph import destroy, record
 
 
 class Pool:
-    """The memory of graphs that run one after the other, which share it: no graph's own tensors may be needed after
-    another has run, and results that outlive a replay go to memory from outside.
+    """Memory shared by graphs that run one after another: no graph may need its own tensors after another has run, and
+    results that outlive a replay must be in memory outside the pool.
 
     The memory stays as large as the graphs needed it, until all of them are destroyed.
     """
@@ -24,20 +24,20 @@ class Pool:
         self._graphs = 0
 
     def handle(self) -> Any:
-        """Returns what torch.cuda.graph takes: a new one where no graph is left."""
+        """The pool for torch.cuda.graph: a new one if no graph is left."""
         if self._graphs == 0 and torch.cuda.is_initialized():
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
     def count(self, graphs: int) -> None:
-        """Counts graphs that were captured, or, where it is negative, destroyed."""
+        """Adds to the number of graphs: captured ones, or if negative, destroyed ones."""
         self._graphs += graphs
         assert self._graphs >= 0
 
 
 class Graphs:
-    """Functions that run as one CUDA graph each; all of them are captured when the first one is to run, and one that is
-    added later when it is to run."""
+    """Functions that each run as one CUDA graph; all of them are captured before the first one runs, and a function
+    added later before it runs."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Graphs:
         fallback: bool,
         pool: Pool | None = None,
     ) -> None:
-        """name: of the whole, for messages. stream: the capturing stream. fallback: after a failed capture the
-        functions run eagerly; without it a failure is an error. pool: by default one of these graphs alone."""
+        """name: of all of them, for messages. stream: the capturing stream. fallback: run the functions eagerly after a
+        failed capture; otherwise a failure is an error. pool: default is a separate pool for these graphs."""
         self._name, self._works, self._ranks, self._stream = name, list(works), ranks, stream
         self._fallback = fallback
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -57,7 +57,7 @@ class Graphs:
         self.captures = 0
         """Number of captures of the functions."""
         self.fell_back: str | None = None
-        """Reason why the functions run eagerly; None while they do not."""
+        """Reason why the functions run eagerly; None if they do not."""
 
     def add(self, work: Callable[[], None]) -> int:
         """Adds a function; returns its number."""
@@ -65,7 +65,7 @@ class Graphs:
         return len(self._works) - 1
 
     def run(self, i: int) -> None:
-        """Runs function i, by replay; captures before, where that has not been done."""
+        """Runs function i by replay; captures it first if necessary."""
         self.capture()
         if self._graphs:
             self._graphs[i].replay()
@@ -73,23 +73,23 @@ class Graphs:
             self._works[i]()
 
     def capture(self, attempt: bool = False) -> bool:
-        """Captures all functions, which runs nothing, where that has not been done; then it is collective. Returns
-        whether it has been done.
+        """Captures all functions that are not yet captured, without running anything; collective in that case. Returns
+        whether all are captured.
 
-        RuntimeError, on every rank, where that fails on any and fallback is off. attempt: where it fails, there is no
-        error and nothing falls back; all functions are forgotten.
+        RuntimeError, on every rank, if the capture fails on any rank and fallback is off. attempt: if the capture
+        fails, there is no error and no fallback; all functions are forgotten.
         """
         if len(self._graphs) == len(self._works):
             return True
         return self.fell_back is None and self._capture(attempt)
 
     def forget(self, why: str) -> None:
-        """Captures again at the next run, if the functions were captured; rank 0 prints it."""
+        """Makes the next run capture again, if the functions were captured; rank 0 prints a message."""
         if not self._graphs:
             return
         self.close()
         if self._ranks.rank == 0:
-            print(f"{why}: the {self._name} is captured anew", file=sys.stderr, flush=True)
+            print(f"{why}: the {self._name} is captured again", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Destroys the graphs and forgets the functions."""
@@ -106,7 +106,7 @@ class Graphs:
         self._pool.count(-len(graphs))
 
     def describe(self) -> dict[str, Any]:
-        """Returns the record's facts about the graphs."""
+        """Returns the graphs' facts for the record."""
         return {"captures": self.captures, "fell_back": self.fell_back}
 
     def _capture(self, attempt: bool) -> bool:
@@ -127,7 +127,7 @@ class Graphs:
             self.captures += 1
             return True
         self._destroy(graphs)
-        # The lowest rank's, so that all ranks raise the same.
+        # The lowest failing rank's, so that all ranks raise the same error.
         reason = f"{self._name} cannot be captured: {failures[failed[0]]} (on {len(failed)} rank(s), first {failed[0]})"
         if attempt:
             self.clear()
@@ -137,7 +137,7 @@ class Graphs:
                 f"--cuda-graph iteration: {reason}; choose --cuda-graph none, or --cuda-graph try to continue eagerly"
             ) from error
         self.fell_back = reason
-        self.close()  # all run eagerly from now on
+        self.close()  # all functions run eagerly from now on
         del error, watch  # their tracebacks hold the tensors of the failed capture
         if self._ranks.rank == 0:
             print(f"--cuda-graph try: {reason}; it runs eagerly", file=sys.stderr, flush=True)
@@ -145,7 +145,7 @@ class Graphs:
 
 
 def _memory_left(ranks: Ranks) -> str:
-    """Says how much memory the GPU had left: a capture that lacks it may end with an error of another name."""
+    """Returns the GPU's free memory, for a message: a capture that runs out of memory may end with another error."""
     if ranks.device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(ranks.device)
@@ -155,12 +155,12 @@ def _memory_left(ranks: Ranks) -> str:
 class _Watch(TorchDispatchMode):
     """Remembers the last op, the record_function range around it, and the first error that an op raised.
 
-    The mode is on while a graph is captured and not while it is replayed. Backward passes take it to autograd's
-    threads. Triton kernels are no ops of the dispatcher: an error of one comes after the last op.
+    The mode is active during a graph's capture, but not during its replay. Backward passes pass it on to autograd's
+    threads. Triton kernels are not dispatcher ops: their errors are reported as after the last op.
     """
 
     def __init__(self, outside: str) -> None:
-        """outside: the name of the code outside of all ranges."""
+        """outside: the name for code outside all ranges."""
         super().__init__()
         self._ranges = [outside]
         self._last: str | None = None
@@ -184,8 +184,8 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def says(self, error: Exception) -> str:
-        """Returns the origin of `error`, which ended the capture, with its first line, or that of the op's own
-        error."""
+        """Returns the location of `error`, which ended the capture, and its first line, or the op's own error if there
+        was one."""
         where = f"at {self._last}" if self._error else f"after {self._last}" if self._last else "before any op"
         first = self._error or error
         return f"{where}: {type(first).__name__}: {(str(first).splitlines() or [''])[0]}"

@@ -6,13 +6,12 @@
 4 embedding backward       beside the weight gradients that stage 3 has left
 5 dense update             the benchmark's, beside 3 and 4
 
-A loss that is not finite stops every update of its iteration and of all later ones, on all ranks, a gradient that is
-not finite those of all later ones: see LossGuard.
+A non-finite loss stops every update of its iteration and of all later iterations, on all ranks; a non-finite gradient
+stops the updates of all later iterations: see LossGuard.
 
-Where stage 3 wants the batch in two halves, these go through stages 2 to 4 one after the other: what one half moves
-over the links or through memory hides under the other half's GEMMs. Table update and weight gradients take the whole
-batch.
-CONCURRENCY.md has the streams and barriers.
+If stage 3 processes the batch in two halves, these pass through stages 2 to 4 one after the other: one half's exchanges
+and memory traffic hide under the other half's GEMMs. Table update and weight gradients process the whole batch.
+CONCURRENCY.md describes the streams and barriers.
 """
 
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class Slot:
     """The memory of one batch in flight on the device."""
 
     batch: Batch
-    """The batch as it came from the host."""
+    """The batch as received from the host."""
     ids: DistributedIds
 
 
@@ -51,25 +50,25 @@ class Stages:
     dense: StaticDense
     """Stages 3 and 5."""
     memory: PeerMemory | None
-    """Peer memory, where both exchange through it; else None."""
+    """Peer memory, if both exchange through it; else None."""
 
 
 class Iteration:
     """Launches the five stages of a training iteration, and the forward pass of an evaluation."""
 
     def __init__(self, stages: Stages, streams: IterationStreams, context: DenseContext) -> None:
-        """context: of `streams`."""
+        """context: its streams are `streams`."""
         self._fetcher, self._ebc, self._dense, self._memory = stages.fetcher, stages.ebc, stages.dense, stages.memory
         self._streams, self._context, self._guard = streams, context, context.guard
         parts = self._dense.shape.parts
         self._parts = list(zip(on.CHAINS[:parts], on.LOOKUPS[:parts], strict=True))
 
     def train(self, now: Slot, ahead: Slot) -> None:
-        """Trains on the batch of `now`, and brings the next one to `ahead`."""
+        """Trains on the batch in `now`, and fetches the next batch to `ahead`."""
         dense, streams, context = self._dense, self._streams, self._context
         with streams.iteration():
-            in_tiers = self._ebc.in_tiers  # what comes over the link to the host takes long: it begins first
-            sorts_first = self._ebc.places_rows  # all hosts wait to hear that rows have places
+            in_tiers = self._ebc.in_tiers  # exchanges over the host link take long, so they start first
+            sorts_first = self._ebc.places_rows  # all hosts wait for the result whether rows have places
             with streams.beside(on.TIERS if in_tiers else on.INPUT_DIST) as incoming:
                 self._exchange_ids(ahead)
                 if sorts_first:
@@ -94,7 +93,7 @@ class Iteration:
                     streams.join(incoming)
                     self._ebc.bring_late_rows(ahead.ids)
             if not sorts_first:
-                # Sorts and GEMMs want whole multiprocessors; the table update waits for memory, in small blocks.
+                # Sorts and GEMMs need whole multiprocessors; the table update waits for memory, in small blocks.
                 with streams.beside(on.SORT, incoming, last):
                     self._sort_ids(ahead)
             if self._memory is not None:
@@ -102,7 +101,7 @@ class Iteration:
                     self._memory.barrier(on.WEIGHTS)
 
     def _embedding_forward(self, now: Slot) -> tuple[Tensor | None, EmbeddingForward]:
-        """Gives the first part's lookup, for the table update, and what stage 3 comes after."""
+        """Returns the first part's lookup, for the table update, and the branches that stage 3 waits for."""
         streams = self._streams
         weights = self._dense.gather_beside(self._context)
         with streams.beside(on.LOCAL) as local:
@@ -134,13 +133,13 @@ class Iteration:
         return tables
 
     def _local_forward(self, slot: Slot) -> None:
-        """Runs what needs no other rank: the replicated tables, and stage 3's beginning."""
+        """Runs the work that needs no other rank: the replicated tables, and the beginning of stage 3."""
         self._ebc.lookup_replicated(slot.ids, self._dense.inputs)
         self._dense.local_forward(slot.batch)
 
     def input_dist(self, slot: Slot) -> None:
-        """Fetches the next batch into `slot`, distributes its ids, sorts them, and brings its rows to their places, or
-        makes them there."""
+        """Fetches the next batch into `slot`, distributes its ids, sorts them, and moves its rows to their places, or
+        creates them there."""
         self._exchange_ids(slot)
         self._sort_ids(slot)
         self._bring_rows(slot)
@@ -165,8 +164,7 @@ class Iteration:
             self._ebc.bring_rows(slot.ids, self._fetcher.is_new)
 
     def evaluate(self, now: Slot, ahead: Slot) -> Tensor:
-        """Returns the logits of `now`'s batch, by weights that were gathered before, and brings the next batch to
-        `ahead`."""
+        """Returns the logits of `now`'s batch, with weights gathered before, and fetches the next batch to `ahead`."""
         logits = []
         with self._streams.iteration():
             with self._streams.beside(on.INPUT_DIST):

@@ -1,4 +1,4 @@
-"""The memory that a pipeline takes on every rank, and how much is left."""
+"""The memory that a pipeline uses on every rank, and the memory that is left."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,12 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 
 def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Returns the GB of each part on each rank, and on GPUs those of the allocator and free ones. Collective.
+    """Returns the GB of each part on each rank, and on GPUs of the allocator and of free memory. Collective.
 
-    parts: tensors, in lists and dataclasses where need be; memory that several views show counts once, and memory that
-    none shows does not count. On GPUs `allocated` is all of this process's live tensors (these parts, FBGEMM's and the
-    dense network's buffers, graph pools in use) but those in peer memory, `reserved` PyTorch's memory for them, and
-    `left` the device's free memory.
+    parts: tensors, possibly in lists and dataclasses; memory with several views counts once, and memory without a view
+    does not count. On GPUs `allocated` is all of this process's live tensors (these parts, FBGEMM's and the dense
+    network's buffers, graph pools in use) except those in peer memory, `reserved` is PyTorch's memory for them, and
+    `left` is the device's free memory.
     """
     own = {name: _bytes(part) for name, part in parts.items()}
     if ranks.device.type == "cuda":
@@ -33,7 +33,7 @@ def memory_gb(ranks: Ranks, parts: Mapping[str, Any]) -> list[dict[str, float]]:
 
 
 def _bytes(part: Any) -> int:
-    """Returns the bytes that views show of each allocation, which may be strided; all of it where they show more."""
+    """Returns the bytes of each allocation covered by its views, which may be strided; at most its whole size."""
     whole: dict[int, int] = {}
     seen: Counter[int] = Counter()
     for tensor in _tensors(part):

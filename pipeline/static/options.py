@@ -15,26 +15,26 @@ from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StaticOptions:
-    """Our own embedding-bag collection: batch, multi-hot sizes and plan are constants, so every shape is fixed."""
+    """Our own embedding-bag collection: batch size, multi-hot sizes and plan are constants, so every shape is fixed."""
 
     name: ClassVar[str] = "static"
 
     cuda_graph: Literal["none", "iteration", "try"] = "none"
-    """iteration: replay all five stages as one CUDA graph, and end with an error where they cannot be captured. try:
-    the same, but continue eagerly where they cannot. GPU only."""
+    """iteration: replay all five stages as one CUDA graph, and stop with an error if they cannot be captured. try: the
+    same, but continue eagerly if they cannot. GPU only."""
     overlap: bool = False
     """Run input dist, bottom MLP, weight gradients, all-reduce and dense update on side streams."""
     presort_ids: bool = False
     """Sort ids one batch ahead, beside the table update, instead of in the embedding backward, and update tables from
-    sorted ids with a kernel of ours."""
+    sorted ids with our own kernel."""
     peer_memory: bool = False
     """Let kernels write ids, pooled vectors, their gradients and updated dense weights directly into the memory of the
     other GPUs, in place of collectives and the copies around them; needs presort_ids. Over nodes: for exchanges within
     a node, before and after collectives between GPUs of equal local rank."""
     fp8: bool = False
-    """Multiply in eight bits in the cross network and the top MLP's first layer, forward and backward. Needs
-    `--precision bf16` and, on a GPU, Hopper's instructions. Faster from about 2,000 samples per GPU on, slower with
-    few samples."""
+    """Use 8-bit products in the cross network and the top MLP's first layer, forward and backward. Needs
+    `--precision bf16` and, on a GPU, Hopper's instructions. Faster from about 2,000 samples per GPU on, slower with few
+    samples."""
     table_memory: str | None = None
     """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
     gigabytes per rank, such as 60GB. Host memory holds the other rows; rows that the next batch names are copied to the
@@ -45,8 +45,8 @@ class StaticOptions:
     rank. Without --evict-rows the results are bit-identical to those of full tables, and a run ends if a rank needs
     more rows than that."""
     evict_rows: bool = False
-    """Replace rows that were not named for long if --dynamic-rows leaves no place for new ones. A row that is named
-    again restarts from its initial weights."""
+    """Replace rows that have not been named for a long time if --dynamic-rows has no places left for new ones. A row
+    that is named again restarts from its initial weights."""
     table_counts: Path | None = None
     """File of row counts (dlrm-bench data counts): with table_memory, the device initially holds the rows expected to
     be named most often. None: first the tables with many ids per sample and few rows, then the other tables' first
@@ -56,28 +56,29 @@ class StaticOptions:
     for the result."""
     constraints: tuple[str, ...] = ()
     """Your own sharding of single tables, as TABLES=SHARDING: `0,9=column-wise:64 20-22=table-wise`. SHARDING is
-    table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. The planner obeys or says why it cannot."""
+    table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. The planner follows it or reports why it
+    cannot."""
 
     def __post_init__(self) -> None:
         require(
             not self.peer_memory or self.presort_ids,
-            "--peer-memory needs --presort-ids: FBGEMM's update takes no gradients from peer memory",
+            "--peer-memory needs --presort-ids: FBGEMM's update cannot take gradients from peer memory",
         )
         require(
             self.tiers is None or self.presort_ids,
-            "--table-memory needs --presort-ids: FBGEMM's update takes no rows in host memory",
+            "--table-memory needs --presort-ids: FBGEMM's update does not support rows in host memory",
         )
         require(
             self.dynamic_rows is None or 0 < self.dynamic_rows <= MOST_PLACES,
-            f"--dynamic-rows is {self.dynamic_rows}: a rank has from 1 to {MOST_PLACES} places",
+            f"--dynamic-rows is {self.dynamic_rows}: choose 1 to {MOST_PLACES} places per rank",
         )
         require(
             not self.evict_rows or self.dynamic_rows is not None,
-            "--evict-rows takes places of --dynamic-rows away: give their number",
+            "--evict-rows reuses places of --dynamic-rows: set --dynamic-rows, or leave --evict-rows out",
         )
         require(
             self.dynamic_rows is None or self.table_memory is None,
-            "--dynamic-rows holds the rows that were named, and --table-memory all of them, in two tiers: choose one",
+            "--dynamic-rows holds only named rows, --table-memory holds all rows, in two tiers: choose one",
         )
         require(
             self.table_counts is None or self.tiers is not None,
@@ -86,14 +87,14 @@ class StaticOptions:
 
     @property
     def tiers(self) -> TableMemory | None:
-        """The parsed --table-memory; ValueError names the flag where it cannot be parsed."""
+        """The parsed --table-memory; ValueError names the flag if it cannot be parsed."""
         if self.table_memory is None:
             return None
         return replace(TableMemory.parse(self.table_memory), counts=self.table_counts)
 
     @property
     def row_places(self) -> RowPlaces | None:
-        """The places of --dynamic-rows and --evict-rows; None where all rows are in memory."""
+        """The places of --dynamic-rows and --evict-rows; None if all rows are in memory."""
         return None if self.dynamic_rows is None else RowPlaces(self.dynamic_rows, self.evict_rows)
 
     @property
@@ -104,14 +105,14 @@ class StaticOptions:
         return None
 
     def replicates(self, nodes: int) -> bool:
-        """Whether small tables may be replicated: not where pooled vectors reach all ranks through peer memory, as
-        their summed gradients would be an iteration's only collective; nor dynamic rows, of which each has one owner
-        whatever the number of ranks."""
+        """Whether small tables may be replicated: not if pooled vectors reach all ranks through peer memory, because
+        their summed gradients would be an iteration's only collective; nor with dynamic rows, each of which has one
+        owner whatever the number of ranks."""
         return self.dynamic_rows is None and (nodes > 1 or not self.peer_memory)
 
     def splits_rows(self, nodes: int) -> bool:
         """Whether the plan may split tables by rows: the update from sorted ids skips other ranks' rows, and only
-        collectives add parts of pooled vectors up; rows that have places are in no parts."""
+        collectives sum partial pooled vectors; tables whose rows have places cannot be split."""
         placed = self.table_memory is not None or self.dynamic_rows is not None
         return self.presort_ids and not placed and (nodes > 1 or not self.peer_memory)
 
@@ -121,7 +122,7 @@ class StaticOptions:
         return self.dynamic_rows is None
 
     def constraints_on(self, tables: Tables) -> Constraints:
-        """Returns the user's constraints; ValueError names a word that is none, or that this pipeline cannot obey."""
+        """Returns the user's constraints; ValueError names a malformed word, or one that this pipeline cannot obey."""
         constraints = parse_constraints(self.constraints, tables)
         for table, constraint in constraints.items():
             require(
@@ -139,11 +140,11 @@ class StaticOptions:
     @property
     def dense(self) -> StaticDenseOptions:
         """The options of the benchmark's stage 3. FBGEMM's fused backward would update the tables once for each part of
-        a batch: parts need ids that are sorted ahead."""
+        a batch, so parts need presorted ids."""
         return StaticDenseOptions(eight_bits=self.fp8, peer_memory=self.peer_memory, may_go_in_parts=self.presort_ids)
 
     def check(self, config: TrainingConfig) -> None:
-        """Raises ValueError, naming the flag, where the embedding stages cannot train `config`; for stage 3 see
+        """Raises ValueError, naming the flag, if the embedding stages cannot train `config`; for stage 3 see
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
         self.constraints_on(config.model.tables)
@@ -159,37 +160,36 @@ class StaticOptions:
         )
         require(
             self.table_memory is None or config.model.tables.pooled,
-            "--table-memory is for tables whose rows are pooled: leave it out for a model of sequences",
+            "--table-memory needs tables with pooled rows: leave it out for a model of sequences",
         )
         fbgemm = config.model.tables.pooled and not self.presort_ids
         require(
             not fbgemm or self.cuda_graph == "none" or config.optimizer.rate(1) is None,
-            f"--cuda-graph {self.cuda_graph} captures FBGEMM's update with its learning rate, which here changes with "
-            "the iterations: add --presort-ids, or choose --cuda-graph none",
+            f"--cuda-graph {self.cuda_graph} captures FBGEMM's update with its learning rate, but this rate changes "
+            "with the iterations: add --presort-ids, or choose --cuda-graph none",
         )
 
     def _check_dynamic_rows(self, tables: Tables, optimizer: TableOptimizer) -> None:
-        """Raises ValueError where pooled tables cannot have --dynamic-rows. FBGEMM's update on CPUs by row-wise Adagrad
-        rounds otherwise where tables share memory; on GPUs that is not known."""
+        """Raises ValueError if pooled tables cannot use --dynamic-rows. FBGEMM's row-wise Adagrad on CPUs rounds
+        differently if tables share memory; on GPUs that is not known."""
         if self.dynamic_rows is None or not tables.pooled:
             return
         require(
             tables.columns & (tables.columns - 1) == 0,
-            "--dynamic-rows makes rows of a power of two of columns: leave it out with --model.embedding-dim "
-            f"{tables.columns}",
+            f"--dynamic-rows needs a power of two of columns: leave it out with --model.embedding-dim {tables.columns}",
         )
         require(
             not isinstance(optimizer, RowWiseAdagrad),
-            f"--dynamic-rows: pooled tables of --optimizer.embedding {optimizer.name} would round otherwise than full "
-            "ones: choose adagrad or sgd, or leave it out",
+            f"--dynamic-rows: pooled tables with --optimizer.embedding {optimizer.name} would round differently than "
+            "full tables: choose adagrad or sgd, or leave it out",
         )
         require(
             self.dynamic_rows >= tables.count,
-            f"--dynamic-rows is {self.dynamic_rows}: a rank may have any of {tables.count} tables, and warms up on a "
-            "row of each: give as many places, or more",
+            f"--dynamic-rows is {self.dynamic_rows}: a rank may own any of {tables.count} tables, and warms up with a "
+            "row of each: give at least that many places",
         )
         require(
             sum(tables.rows) < 1 << 31,
-            f"--dynamic-rows: the tables have {sum(tables.rows)} rows in all, which are numbered with 31 bits: choose "
-            "tables of fewer rows",
+            f"--dynamic-rows: the tables have {sum(tables.rows)} rows in all, more than 31-bit row numbers allow: "
+            "choose tables with fewer rows",
         )

@@ -49,7 +49,7 @@ from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
 from dlrm_bench.pipeline.static.table_load import embedding_load
 from dlrm_bench.pipeline.static.warm_up import ROWS, unchanged, warm_up_batch
 
-# Iterations that run eagerly before the capture: NCCL and cuBLAS set themselves up in them.
+# Iterations that run eagerly before the capture, in which NCCL and cuBLAS initialize themselves.
 _EAGER_ITERATIONS = 3
 
 _MASTER_AND_STATE: tuple[DenseState, DenseState] = ("master", "state")
@@ -59,8 +59,8 @@ class StaticPipeline:
     """See dlrm_bench.pipeline.interface.Pipeline."""
 
     def __init__(self, config: TrainingConfig, options: StaticOptions, ranks: Ranks, parts: Parts) -> None:
-        """Collective over all ranks. parts: the benchmark's, whose dense network is stage 3. ValueError where the
-        options need a GPU and there is none."""
+        """Collective over all ranks. parts: the benchmark's, whose dense network is stage 3. ValueError if the options
+        need a GPU and there is none."""
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
         tables, optimizer = config.model.tables, config.optimizer
@@ -91,7 +91,7 @@ class StaticPipeline:
         self._slots = [self._new_slot() for _ in range(2)]
         self._streams = IterationStreams(device, options.overlap)
         self._fetcher = BatchFetcher(device, MAX_IN_FLIGHT)
-        # Its flags are read at once, on all nodes.
+        # The flags are read at once on all nodes, so peer memory serves one node only.
         self._guard = LossGuard(ranks, self._memory if ranks.nodes == 1 else None, self.dense.tallies)
         context = DenseContext(self._streams, self._rate, self._guard)
         stages = Stages(self._fetcher, self.ebc, self.dense, self._memory)
@@ -106,10 +106,10 @@ class StaticPipeline:
         self._eval = Evaluation(slots, self._iteration, self._fetcher, self._streams, make_graphs)
         self._step = self._named = self._overflows = 0
         self._launched = 0
-        """Iterations of the warm-up, too."""
+        """Number of iterations, including those of the warm-up."""
 
     def _check_places_fit(self, shape: BatchShape) -> None:
-        """Raises ValueError, on every rank, where rows that are made have no room on any. Collective."""
+        """Raises ValueError, on every rank, if rows to be created do not fit in any rank's memory. Collective."""
         places, tables, ranks = self._options.row_places, self._config.model.tables, self._ranks
         if places is None:
             return
@@ -120,18 +120,18 @@ class StaticPipeline:
         check_places_fit(tables.columns, places.count, memory, ranks.device, states, unnamed)
 
     def _way(self) -> Way:
-        """Returns the way in which ids, pooled vectors and their gradients travel."""
+        """Returns the way in which ids, pooled vectors and their gradients are exchanged."""
         if self._memory is None:
             return Collectives()
         barriers = embedding_barriers(self.dense.shape.parts, self._ranks.nodes)
         if self._ranks.nodes > 1:
             return OverNodes(self._memory, barriers)
-        assert self.dense.peer_inputs is not None, "on one node all ranks reach the inputs in peer memory"
+        assert self.dense.peer_inputs is not None, "on one node all ranks write to the inputs in peer memory"
         return InPeerMemory(self._memory, barriers, *self.dense.peer_inputs)
 
     def warm_up(self, evaluates: bool) -> None:
-        """Trains on made batches until the iterations are captured, and evaluates some if the run will; weights and
-        optimizer state are as before afterwards. See pipeline/interface.py."""
+        """Trains on artificial batches until the iterations are captured, and evaluates some if the run will evaluate;
+        restores weights and optimizer state afterwards. See pipeline/interface.py."""
         assert self._named == 0, "a warm-up comes before the first batch"
         pin = self._ranks.device.type == "cuda"
         tables, places = self._config.model.tables, self._options.row_places
@@ -140,7 +140,7 @@ class StaticPipeline:
         dynamic, shards = self.ebc.dynamic, list(self.ebc.table_shards())
         rows = nullcontext() if dynamic is None else dynamic.unchanged(dynamic.numbers.first(named))
         with unchanged(shards, rows, self.dense.buckets, self._guard, self._ranks):
-            steps = _EAGER_ITERATIONS + len(self._slots)  # which replay the graph of each slot
+            steps = _EAGER_ITERATIONS + len(self._slots)  # the latter replay the graph of each slot
             batches = repeat(batch, steps)
             for _ in range(steps):
                 self.train_step(batches)
@@ -155,8 +155,8 @@ class StaticPipeline:
         return batch
 
     def train_step(self, batches: Iterator[Batch]) -> Tensor:
-        """Runs one iteration; reads one batch ahead of the one it trains on. Raises ValueError for batches after the
-        end: the last iteration had no next batch whose input dist it could launch."""
+        """Runs one iteration; reads one batch ahead. Raises ValueError for batches after the end: the last iteration
+        had no next batch whose input dist it could launch."""
         if self._named == 0:
             self._prime(batches)
         if self._step == self._named:
@@ -172,7 +172,7 @@ class StaticPipeline:
         self.ebc.expect(ahead.ids)
         graphs = self._graphs if self._launched >= _EAGER_ITERATIONS else None
         if graphs is not None:
-            graphs.capture()  # before the first replay, which a batch that runs eagerly may put off
+            graphs.capture()  # before the first replay, which a batch that runs eagerly may delay
         if eager is not None:
             self._overflows += eager is not now.ids
             self._iteration.train(replace(now, ids=eager), ahead)
@@ -186,12 +186,12 @@ class StaticPipeline:
         return self.dense.loss(self._launched - 1)
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Runs forward passes only; the batches of the training in flight keep their slots."""
+        """Runs forward passes only; training batches in flight keep their slots."""
         self.dense.gather()
         yield from self._eval.run(batches)
 
     def go_on_after(self, iterations: int) -> None:
-        """See dlrm_bench.pipeline.interface.Pipeline: nothing here is drawn at random."""
+        """See dlrm_bench.pipeline.interface.Pipeline: this pipeline draws no random numbers."""
         if self.ebc.dynamic is not None:
             self.ebc.dynamic.map.go_on_after(iterations)
 
@@ -203,7 +203,7 @@ class StaticPipeline:
         """See dlrm_bench.pipeline.interface.Pipeline.
 
         Nearly all updates read it from the device. FBGEMM's update, without presort_ids, has it built into the captured
-        iteration, which is then captured again; rank 0 prints it.
+        iteration, which is then captured again; rank 0 prints a message.
         """
         check_learning_rate(value)
         if value == self._learning_rate:
@@ -215,7 +215,7 @@ class StaticPipeline:
             self._graphs.forget(f"learning rate {value}")
 
     def describe(self) -> dict[str, Any]:
-        """Returns the plan, each rank's embedding time, predicted and measured, and GB of memory, and the graphs.
+        """Returns the plan, each rank's embedding time, predicted and measured, its memory in GB, and the graphs.
         Collective."""
         names, graphs = self._config.model.tables.names, {"iteration": self._graphs, "evaluation": self._eval.graphs}
         memory = memory_gb(
@@ -224,7 +224,7 @@ class StaticPipeline:
                 **self.ebc.memory(),
                 "batches": [*self._slots, *self._eval.slots],
                 "dense_weights": [bucket.tensors() for bucket in self.dense.buckets],
-                # The batches and dense weights that other ranks write are in it, too.
+                # Includes the batches and dense weights that other ranks write.
                 **({"peer_memory": self._memory.own} if self._memory is not None else {}),
             },
         )
@@ -241,8 +241,8 @@ class StaticPipeline:
         }
 
     def _describe_overflows(self) -> dict[str, Any]:
-        """Returns the number of batches that named more of a rank's rows than its lists take, where tables are split by
-        rows. Collective."""
+        """Returns the number of batches that named more of a rank's rows than its lists can hold, if tables are split
+        by rows. Collective."""
         if all(shard.row_parts == 1 for shard in self._plan.shards):
             return {}
         overflows = [0] * self._ranks.world_size
@@ -250,8 +250,8 @@ class StaticPipeline:
         return {"batches_over_capacity": overflows}
 
     def _describe_placed_rows(self) -> dict[str, Any]:
-        """Returns the rows of each rank on each tier, and what came to the device, where rows are on two tiers; places
-        and what was made, where rows are made when they are first named. Collective."""
+        """Returns each rank's rows on each tier and the rows moved to the device, if rows are on two tiers; places and
+        created rows, if rows are created when first named. Collective."""
         dynamic = self.ebc.dynamic
         own, name = self.ebc.describe_tiers(), "table_tiers"
         if dynamic is not None:
@@ -263,8 +263,8 @@ class StaticPipeline:
         return {name: of_ranks}
 
     def _describe_eight_bits(self) -> dict[str, Any]:
-        """Returns counts of numbers, evaluations' among them, that were too large for eight bits and became the
-        largest, by tensor; of all ranks. Collective."""
+        """Returns counts of numbers that were too large for 8 bits and saturated, including those in evaluations, by
+        tensor, over all ranks. Collective."""
         rounded = self.dense.tallies.names[1:]
         if not rounded:
             return {}
@@ -300,7 +300,7 @@ class StaticPipeline:
             )
 
     def _blocks(self, which: DenseState) -> TensorBlocks:
-        """Returns weights or optimizer state of the tables, as stored, and of the dense network, from whole copies."""
+        """Returns weights or optimizer state of the tables, as stored, and of the dense network, from full copies."""
         tables, keys = self._config.model.tables, self.dense.table_keys
         held = {table.shard: table.weights if which == "master" else table.state for table in self.ebc.table_shards()}
         blocks = {key: [TensorBlock.whole(value)] for key, value in self.dense.state_dict(which).items()}
@@ -319,7 +319,7 @@ class StaticPipeline:
     # Batches in flight
 
     def _new_slot(self, sorts: bool = True) -> Slot:
-        """sorts: whether its ids are sorted, where the training sorts ids."""
+        """Returns a slot. sorts: whether its ids are sorted, if the training sorts ids."""
         layout = self.dense.layout
         storage = Batch.of_layout(layout, pin=False).storage.zero_().to(self._ranks.device)
         return Slot(Batch.over(storage, layout), self.ebc.empty_ids(sorts))
@@ -338,6 +338,6 @@ class StaticPipeline:
 
 
 def _describe_shard(shard: Shard, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the record's description of a shard; without rows where it has all of them."""
+    """Returns the record's description of a shard; omits rows if it has all of them."""
     columns = {"table": names[shard.table], "column": shard.column, "columns": shard.columns}
     return columns if shard.row_parts == 1 else columns | {"row_part": shard.row_part, "row_parts": shard.row_parts}

@@ -1,4 +1,4 @@
-"""The CUDA streams of an iteration of the static pipeline, and how far the host may run ahead of them."""
+"""The CUDA streams of an iteration of the static pipeline, and the limit on how far the host runs ahead of them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,20 +8,20 @@ import torch
 
 from dlrm_bench.dlrm.runtime.streams import MAIN, Branch, Priority, Stream
 
-# At intervals of this many iterations the host sleeps until the iteration as many before has ended. Running further
-# ahead would gain nothing, and a launch that finds the GPU's queue full polls: a core at work for as long as the GPU
-# is. A sleep costs CPU time, and so does its event: the interrupt takes the driver's event thread 35 us (host of an
-# H200).
+# Every _RUN_AHEAD iterations the host sleeps until the iteration launched that many iterations ago has ended. Running
+# further ahead would gain nothing, and a launch that finds the GPU's queue full polls, which keeps a core busy as long
+# as the GPU. A sleep costs CPU time, and so does its event: the interrupt takes the driver's event thread 35 us (host
+# of an H200).
 _RUN_AHEAD = 4
 MAX_IN_FLIGHT = 2 * _RUN_AHEAD
-"""Largest number of iterations that the host has launched and that have not ended, with the next one."""
+"""Maximum number of iterations that the host has launched and that have not ended, including the next one."""
 
 
 class IterationStreams:
-    """The streams of an iteration; on the CPU, or without overlap, everything is in order.
+    """The streams of an iteration; on the CPU, or without overlap, all work runs in order.
 
-    A CUDA stream is made when its Stream is first used, and serves all iterations. Dependencies are between branches,
-    which `beside` yields; waiting for anything else is an error, wherever the work runs.
+    A CUDA stream is created when its Stream is first used, and serves all iterations. Dependencies are between the
+    branches that `beside` yields; waiting for any other branch is an error, on any device.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
@@ -29,13 +29,13 @@ class IterationStreams:
         self._overlap = self._cuda and overlap
         self._side: dict[Stream, torch.cuda.Stream] = {}
         self._branches: dict[str, Branch] = {}
-        """The branches of the iteration that is being launched, by name."""
+        """The branches of the iteration being launched, by name."""
         self._iterations = 0
         self.main: torch.cuda.Stream | None = None
         """The stream that captures iterations."""
         if self._cuda:
             self.main = torch.cuda.Stream(priority=Priority.CHAIN)
-            self._ended = torch.cuda.Event(blocking=True)  # on which the host sleeps instead of polling
+            self._ended = torch.cuda.Event(blocking=True)  # the host sleeps on it instead of polling
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
@@ -53,7 +53,7 @@ class IterationStreams:
     def beside(self, stream: Stream, *after: Branch) -> Iterator[Branch]:
         """See dlrm_bench.dlrm.runtime.streams.Streams."""
         self._check(*after)
-        assert self._branches, "side streams are an iteration's"
+        assert self._branches, "side streams exist only within an iteration"
         if stream == MAIN:
             yield self._branches[MAIN.name]
             return
@@ -85,7 +85,7 @@ class IterationStreams:
     def _check(self, *branches: Branch) -> None:
         for branch in branches:
             known = isinstance(branch, Branch) and self._branches.get(branch.name) is branch
-            assert known, f"{branch!r} is no branch of this iteration"
+            assert known, f"{branch!r} is not a branch of this iteration"
 
     def _stream(self, stream: Stream) -> "torch.cuda.Stream | None":
         if not self._overlap:
@@ -96,9 +96,9 @@ class IterationStreams:
 
     @contextmanager
     def as_captured(self) -> Iterator[None]:
-        """Launches eagerly on the stream that captures iterations, in order with the current one. Autograd waits for
-        the stream on which a weight was first used while anything still holds its graph, and no capture may wait for
-        another stream than its own."""
+        """Launches eagerly on the stream that captures iterations, in order with the current stream. Autograd waits for
+        the stream on which a weight was first used while its graph is still alive, and a capture may wait for no stream
+        but its own."""
         if self.main is None:
             yield
             return
@@ -109,7 +109,7 @@ class IterationStreams:
         current.wait_stream(self.main)
 
     def limit_run_ahead(self) -> None:
-        """Makes the host wait, every _RUN_AHEAD iterations, for the one that it launched as many iterations ago."""
+        """Makes the host wait, every _RUN_AHEAD iterations, for the iteration launched _RUN_AHEAD iterations ago."""
         if self._cuda and self._iterations % _RUN_AHEAD == 0:
             self._ended.synchronize()
 

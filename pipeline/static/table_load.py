@@ -1,4 +1,4 @@
-"""The time that each rank's tables take, as the planner predicts it and as it is measured."""
+"""The time of each rank's tables, predicted by the planner and measured."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 
 _REPETITIONS = 10
-# GPU clock cycles, some 20 ms, in which the host launches all repetitions: the GPU then never waits for a launch.
+# GPU clock cycles, some 20 ms, in which the host launches all repetitions, so that the GPU never waits for a launch.
 _HEAD_START = 40_000_000
 
 
 def embedding_load(
     config: TrainingConfig, ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks, gpu: str | None
 ) -> dict[str, Any]:
-    """Returns, for the record, microseconds of each rank in an iteration, and the largest over the mean. Collective.
+    """Returns, for the record, each rank's microseconds per iteration, and the ratio of maximum to mean. Collective.
 
-    tables: lookup, sort and update; embedding: these and the rank's own all-to-alls. Predicted by the costs of `gpu`,
-    the name of these GPUs, or by default ones, as `predicted_by` says; measured on this machine, on the ids of
+    tables: lookup, sort and update; embedding: these and the rank's own all-to-alls. Predicted with the costs of `gpu`,
+    the name of these GPUs, or with default costs, as `predicted_by` says; measured on this machine, on the ids of
     `batches`.
     """
     costs = costs_of(gpu)
@@ -45,12 +45,12 @@ def embedding_load(
 
 
 def measure_tables_us(ebc: StaticEBC, batches: Sequence[DistributedIds], ranks: Ranks) -> list[float]:
-    """Returns microseconds of lookup, sort and update of each rank's sharded tables, alone and without collectives.
+    """Returns the microseconds of lookup, sort and update of each rank's sharded tables, alone and without collectives.
     Collective.
 
-    batches: ids to use in turn; they stay as they are. So do weights and optimizer state, bit for bit: the update is
-    given gradients of zero, which cost what others do and change nothing under Adagrad, rowwise Adagrad and SGD. In
-    peer memory the lookup's way to the other ranks is part of it, while they write too.
+    batches: ids to use in turn; they stay unchanged. So do weights and optimizer state, bitwise: the update gets zero
+    gradients, which cost as much as others and change nothing under Adagrad, row-wise Adagrad and SGD. With peer memory
+    the measurement includes the lookup's writes to the other ranks, which write at the same time.
     """
     ebc.gradients.zero_()
 

@@ -1,5 +1,5 @@
-"""Warm-up of the static pipeline before the first batch: captures, compilation and set-up then take no time of the
-training, and leave no trace in weights and optimizer state."""
+"""Warm-up of the static pipeline before the first batch: moves captures, compilation and set-up out of the training,
+and restores weights and optimizer state."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,12 +15,12 @@ from dlrm_bench.dlrm.tables.pooled.static_ebc import TableShard
 from dlrm_bench.dlrm.tables.tables import Tables
 
 ROWS = 4096
-"""Rows of each table that a warm-up batch names, at most: its ids are below this. Few enough to keep copies of, many
-enough that no row takes longer than those of a usual batch."""
+"""Maximum number of rows of each table that a warm-up batch names; its ids are smaller. Few enough to keep copies of,
+and many enough that no row is named more often than in a usual batch."""
 
 
 def warm_up_batch(layout: BatchLayout, tables: Tables, pin: bool, named: int = ROWS) -> Batch:
-    """Returns a batch whose ids go through the first `named` rows of each table; everything else is zero."""
+    """Returns a batch whose ids cycle through the first `named` rows of each table; everything else is zero."""
     batch = Batch.of_layout(layout, pin)
     batch.storage.zero_()
     for rows, block in zip(tables.rows, feature_blocks(batch.ids, tables.hot), strict=True):
@@ -36,10 +36,10 @@ def unchanged(
     guard: LossGuard,
     ranks: Ranks,
 ) -> Iterator[None]:
-    """Restores weights and optimizer state bit for bit after training on warm-up batches inside.
+    """Restores weights and optimizer state bitwise after training on warm-up batches in the body.
 
-    So it does the guard's flags, which a loss may have raised, and tallies. rows: restores rows of tables that have no
-    shards when it ends. Collective.
+    Also restores the guard's flags, which a loss may have raised, and tallies. rows: on exit, restores rows of tables
+    without shards. Collective.
     """
     kept = [tensor[:ROWS] for table in tables for tensor in (table.weights, table.state)]
     kept += [tensor for bucket in buckets for tensor in (bucket.working, bucket.master, bucket.state)]
@@ -47,7 +47,7 @@ def unchanged(
     copies = [tensor.detach().clone() for tensor in kept]
     with rows:
         yield
-        _wait_for_all(ranks)  # in peer memory other ranks write this one's weights and flags
+        _wait_for_all(ranks)  # with peer memory, other ranks write this rank's weights and flags
     with torch.no_grad():
         for tensor, copy in zip(kept, copies, strict=True):
             tensor.copy_(copy)

@@ -1,1 +1,1 @@
-"""Pipelines over TorchRec's own modules: stock, and under the five-stage schedule."""
+"""Pipelines over TorchRec's own modules: stock, and with the five-stage schedule."""

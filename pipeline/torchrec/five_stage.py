@@ -1,4 +1,4 @@
-"""The five-stage pipeline on TorchRec's modules: the stock pipeline's training, under our schedule."""
+"""The five-stage pipeline on TorchRec's modules: trains like the stock pipeline, with our schedule."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -23,16 +23,17 @@ from dlrm_bench.pipeline.torchrec.sharding import Codecs, Sharders, quantized_co
 logger = logging.getLogger(__name__)
 
 _ALL_TO_ALLS = {TrimmedEBC: 3, TrimmedEC: 1}
-"""All-to-alls of an iteration that a graph may hold: ids, pooled vectors, their gradients; of sequences the ids."""
+"""All-to-alls of an iteration that graphs may hold: of ids, pooled vectors and gradients; for sequences, only of
+ids."""
 
 
 class TorchRecFiveStagePipeline(TorchRecPipeline):
-    """A model that TorchRec has sharded, under FiveStagePipeline; see pipeline/interface.py."""
+    """A model sharded by TorchRec, under FiveStagePipeline; see pipeline/interface.py."""
 
     def __init__(
         self, config: TrainingConfig, of_benchmark: TorchRecModel, options: FiveStageSwitches, ranks: Ranks
     ) -> None:
-        """Needs an initialised process group; collective: every rank must construct it with the same configuration."""
+        """Collective, with the same configuration on every rank; needs an initialised process group."""
         self._switches = options
         self._caches_casts = options.cuda_graph == "none"
         codecs = quantized_codecs(options, ranks.device)
@@ -48,8 +49,8 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             schedule.close()
 
     def describe(self) -> dict[str, Any]:
-        """Returns the model's description; switches that were off although asked for, and why; features by their input
-        dist.
+        """Returns the model's description; requested switches that are off, with the reason; and features by the kind
+        of their input dist.
 
         Collective, and the same on every rank.
         """
@@ -68,11 +69,11 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
                 if why_not is not None:
                     described["switched_off"]["graph_dists"] = why_not
                     if self._ranks.rank == 0:
-                        logger.warning("graph_dists is off, or in part: %s", why_not)
+                        logger.warning("graph_dists is off, or partly off: %s", why_not)
         return described
 
     def _graphed_dists(self, trimmed: Mapping[str, TrimmedEBC | TrimmedEC]) -> tuple[list[str], str | None]:
-        """Returns what every rank replays, of several modules with their names, and why that is not everything.
+        """Returns what every rank replays, for several modules with their names, and why that is not everything.
         Collective."""
         own = [
             {**graphed.describe(), "name": _named(graphed.describe()["name"], path, len(trimmed))}
@@ -91,8 +92,8 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
             f"rank {r}, {of['name']}: {of['failure']}" for r, n in enumerate(everyone) for of in n if of["failure"]
         ]
         return replayed, "; ".join(failures) or (
-            f"{len(replayed)} of {most} all-to-alls are replayed: the others are not of fixed sizes and one "
-            "sharding type, are quantised, or have not run twice; a rank alone has none"
+            f"{len(replayed)} of {most} all-to-alls are replayed: the others do not have fixed sizes and a single "
+            "sharding type, are quantised, or have not run twice; a single rank has none"
         )
 
     def _schedule(self, training: bool) -> Any:
@@ -104,7 +105,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
 
 
 def _trimming(sizes: DeclaredSizes, codecs: Codecs | None, cuda_graph: bool, row_capacity: float | None) -> Sharders:
-    """Returns sharders that leave out of input dists what declared sizes make constant."""
+    """Returns sharders that remove the parts of input dists that declared sizes make constant."""
     return Sharders(
         TrimmedEBCSharder(sizes.bags, qcomm_codecs_registry=codecs, cuda_graph=cuda_graph, row_capacity=row_capacity),
         TrimmedECSharder(
@@ -126,12 +127,12 @@ def _merged(everything: Iterable[Mapping[str, list[str]]]) -> dict[str, list[str
 
 
 def _named(what: str, path: str, modules: int) -> str:
-    """Returns the name of an all-to-all, with its module where there are several."""
+    """Returns the name of an all-to-all, with its module if there are several."""
     return what if modules == 1 else f"{path}: {what}"
 
 
 def merged_reasons(everyone: list[dict[str, str]]) -> dict[str, str]:
-    """Returns switched_off of all ranks in one: a reason that not all ranks have comes with its ranks."""
+    """Returns switched_off of all ranks, merged: a reason that only some ranks have is given with its ranks."""
     merged = {}
     for option in dict.fromkeys(option for of_rank in everyone for option in of_rank):
         ranks_of: dict[str, list[int]] = {}

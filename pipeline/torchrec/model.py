@@ -1,7 +1,7 @@
 """The parts that every pipeline over TorchRec's modules shares: sharded model, optimizer, batches, state.
 
 DistributedModelParallel, the tables' optimizer fused into the embedding backward, the dense optimizer beside it; parts
-of a single model are the benchmark's TorchRecModel.
+that are specific to a model are in the benchmark's TorchRecModel.
 """
 
 from abc import ABC, abstractmethod
@@ -34,10 +34,10 @@ _WARM_UP_BATCHES = 3
 
 
 class TorchRecPipeline(ABC):
-    """A model that TorchRec has sharded, under one schedule or another; see pipeline/interface.py."""
+    """A model sharded by TorchRec, under any schedule; see pipeline/interface.py."""
 
     _caches_casts = True
-    """Whether autocast keeps its casts of the weights. A captured graph must cast them itself, not read casts from
+    """Whether autocast caches its casts of the weights. A captured graph must cast them itself, not read casts made
     before its capture."""
 
     def __init__(
@@ -50,7 +50,7 @@ class TorchRecPipeline(ABC):
         left_out: Collection[ShardingType] = (),
         data_parallel: DataParallelWrapper | None = None,
     ) -> None:
-        """Needs an initialised process group; collective: every rank must construct it with the same config.
+        """Collective, with the same configuration on every rank; needs an initialised process group.
 
         left_out: sharding types that the planner must not choose. data_parallel: how the dense network is replicated;
         None is TorchRec's default.
@@ -76,12 +76,12 @@ class TorchRecPipeline(ABC):
         return self._optimizer
 
     def prepare(self, batch: HostBatch) -> Pipelineable:
-        """The batch as the model's forward takes it, over the same memory."""
+        """Returns the batch as input of the model's forward, over the same memory."""
         return self._of_benchmark.batch(batch)
 
     def warm_up(self, evaluates: bool) -> None:
-        """Evaluates empty batches where the run will evaluate. Nothing is trained: a step before the first batch would
-        leave its own in the schedule."""
+        """Evaluates empty batches if the run will evaluate. Trains nothing: a step before the first batch would leave
+        batches in the schedule."""
         if evaluates:
             batch = self._of_benchmark.zeros()
             for _ in self.evaluate(map(self.prepare, repeat(batch, _WARM_UP_BATCHES))):
@@ -102,15 +102,15 @@ class TorchRecPipeline(ABC):
         self._outputs = []
 
         def take() -> tuple[Tensor, Tensor]:
-            assert self._outputs, "taken once after each step"
+            assert self._outputs, "outputs can be taken once after each step"
             logits, labels = self._outputs
-            self._outputs = []  # not held until the next step: it may share memory with a batch
+            self._outputs = []  # not kept until the next step: it may share memory with a batch
             return logits, labels
 
         return take
 
     def evaluate(self, batches: Iterator[Pipelineable]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Runs a second schedule on the same model, as the reference does."""
+        """Runs a second schedule on the same model, like the reference."""
         with self._evaluating():
             while True:
                 try:
@@ -129,21 +129,21 @@ class TorchRecPipeline(ABC):
         return self._guard.tallies
 
     def set_learning_rate(self, value: float) -> None:
-        """See dlrm_bench.pipeline.interface.Pipeline: of every parameter group; FBGEMM's fused update takes its group's
-        in the optimizer's zero_grad, before the backward."""
-        if value != 0:  # with which a ramp begins, and which changes no weight
+        """See dlrm_bench.pipeline.interface.Pipeline: sets the rate of every parameter group; FBGEMM's fused update
+        reads its group's rate in the optimizer's zero_grad, before the backward."""
+        if value != 0:  # a ramp begins with 0, which changes no weight
             check_learning_rate(value)
         for group in self._optimizer.param_groups:
             group["lr"] = value
 
     def take_blocks(self, blocks: StateBlocks) -> None:
-        """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the memory that is trained, but for rows of tables
-        in host memory that a GPU's cache has had before."""
+        """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the trained memory itself, except for rows of
+        tables in host memory that a GPU's cache held before."""
         self._synchronize()
         forget_cached_rows(self._model)
 
     def state_blocks(self) -> StateBlocks:
-        """See dlrm_bench.pipeline.interface.Pipeline; ValueError where the state is of the sharding and not of the
+        """See dlrm_bench.pipeline.interface.Pipeline; ValueError if a state belongs to the sharding and not to the
         model."""
         self._synchronize()
         optimizer = self._config.optimizer.tables
@@ -154,7 +154,7 @@ class TorchRecPipeline(ABC):
         """See dlrm_bench.pipeline.interface.Pipeline."""
 
     def describe(self) -> dict[str, Any]:
-        """Sharding type and ranks of every table, as planned; formats of quantised collectives."""
+        """Returns the sharding type and ranks of every table, as planned; formats of quantised collectives."""
         tables = {name: sharding for of_module in self._plan.plan.values() for name, sharding in of_module.items()}
         described: dict[str, Any] = {
             "sharding_plan": {
@@ -175,15 +175,15 @@ class TorchRecPipeline(ABC):
 
     @abstractmethod
     def _schedule(self, training: bool) -> Any:
-        """Returns what schedules model and optimizer, with the method `progress` of TorchRec's train pipelines.
+        """Returns a scheduler of model and optimizer with the method `progress`, like TorchRec's train pipelines.
 
-        training: whether it is to train or to evaluate.
+        training: whether to train or to evaluate.
         """
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode and the training's schedule out of the way, with its batches in flight."""
-        # TorchRec's pipelines, except TrainPipelineBase, rewrite the forward of the EBC, one of them at a time.
+        """Sets evaluation mode, and detaches the training's schedule, which keeps its batches in flight."""
+        # TorchRec's pipelines, except TrainPipelineBase, rewrite the EBC's forward; only one may do so at a time.
         rewritten = isinstance(self._train, TrainPipelineSparseDist)
         self._synchronize()
         if rewritten:
@@ -198,11 +198,11 @@ class TorchRecPipeline(ABC):
                 self._eval.detach()
             self._model.train()
             if rewritten:
-                # The input dist of the batches in flight is done already: attach without starting it again.
+                # The input dist of the batches in flight is already done: attach without starting it again.
                 self._train.attach(sparse_dist=False)
 
     def _progress(self, schedule: Any, batches: Iterator[Pipelineable]) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, logits [B] and labels [B] of the next batch, detached."""
+        """Returns loss, logits [B] and labels [B] of the next batch, detached."""
         autocast = torch.autocast(
             self._device.type,
             torch.bfloat16,
@@ -219,7 +219,7 @@ class TorchRecPipeline(ABC):
 
 
 def _cached_share(sharding: ParameterSharding) -> dict[str, float]:
-    """Returns the share of a table's rows that the GPU caches, where the table is in host memory; empty otherwise."""
+    """Returns the share of a table's rows that the GPU caches, if the table is in host memory; empty otherwise."""
     share = sharding.cache_params and sharding.cache_params.load_factor
     return {} if share is None else {"cache_load_factor": share}
 

@@ -18,8 +18,8 @@ class TorchRecModelOptions:
     """Options of TorchRec's sharded model, for any schedule."""
 
     row_wise: bool = True
-    """Let TorchRec's planner split tables by rows. The sizes of the input dist then depend on the ids, and the host has
-    to read them."""
+    """Let TorchRec's planner split tables by rows. The sizes of the input dist then depend on the ids, and the host
+    must read them."""
     quantized_comms: Literal["none", "bf16", "fp16"] = "none"
     """Number format of pooled vectors in TorchRec's all-to-alls; their gradients are bf16 in both cases. On the CPU
     TorchRec uses bf16 in place of fp16."""
@@ -31,16 +31,16 @@ class TorchRecModelOptions:
     kernel fused_uvm_caching; hbm:0 fused_uvm, hbm:1 fused)."""
 
     def check(self, config: TrainingConfig) -> None:
-        """Raises ValueError, naming the flag, where these options cannot train `config`."""
+        """Raises ValueError, naming the flag, if these options cannot train `config`."""
         self.constraints_on(config.model.tables)
 
     def constraints_on(self, tables: Tables) -> Constraints:
-        """Returns the user's constraints; ValueError names a word that is none, or that TorchRec cannot obey."""
+        """Returns the user's constraints; ValueError names a malformed word, or one that TorchRec cannot obey."""
         constraints = parse_constraints(self.constraints, tables)
         for table, constraint in constraints.items():
             require(
                 self.row_wise or constraint.kind != "row-wise",
-                f"{FLAG} {tables.names[table]}={constraint}: --no-row-wise forbids it; leave one of them out",
+                f"{FLAG} {tables.names[table]}={constraint}: --no-row-wise forbids it; leave one of the two out",
             )
         return constraints
 
@@ -55,7 +55,7 @@ class TorchRecModelOptions:
         return None if word is None else f"{FLAG} {word} needs a GPU: on this machine leave hbm out"
 
     def in_host_memory(self) -> str | None:
-        """Returns the first word of the constraints that keeps tables in host memory; None where none does."""
+        """Returns the first word of the constraints that keeps tables in host memory; None if there is none."""
         shares = ((word, re.search(r"hbm:([^,]+)", word)) for word in self.constraints)
         return next((word for word, share in shares if share and float(share[1]) < 1), None)
 
@@ -70,15 +70,15 @@ class TorchRecOptions(TorchRecModelOptions):
     """TorchRec's train pipeline. base: TrainPipelineBase. sparse-dist: TrainPipelineSparseDist, which the MLPerf
     reference uses. fused-sparse-dist: TrainPipelineFusedSparseDist; needs a GPU. prefetch-sparse-dist:
     PrefetchTrainPipelineSparseDist, which fills the caches of tables in host memory (hbm of constraints) a batch ahead;
-    needs a GPU, and evaluates nothing."""
+    needs a GPU, and cannot evaluate."""
     inplace_copy: bool = False
     """Copy batches into GPU memory that the main stream allocated (TorchRec's enable_inplace_copy_batch)."""
     dense_all_reduce: Literal["fp32", "bf16"] = "fp32"
     """Number format in which the gradients of dense weights are summed over the ranks (TorchRec's
     allreduce_comm_precision); those of data-parallel tables stay fp32. bf16 takes effect over NCCL only."""
     compile_dense: bool = False
-    """Compile bottom MLP, cross network and top MLP, forward and backward, by torch.compile; the first iterations then
-    take a minute."""
+    """Compile bottom MLP, cross network and top MLP, forward and backward, with torch.compile; the first iterations
+    then take a minute."""
 
     def __post_init__(self) -> None:
         require(
@@ -88,7 +88,7 @@ class TorchRecOptions(TorchRecModelOptions):
         )
         require(
             not (self.prefetches and self.inplace_copy),
-            "--schedule prefetch-sparse-dist takes no --inplace-copy: leave it out",
+            "--schedule prefetch-sparse-dist does not support --inplace-copy: leave it out",
         )
 
     @property
@@ -106,7 +106,7 @@ class TorchRecOptions(TorchRecModelOptions):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
-    """TorchRec's modules under FiveStagePipeline, with its switches and those of the sharders beside it."""
+    """TorchRec's modules under FiveStagePipeline, with its switches and those of its sharders."""
 
     name: ClassVar[str] = "five-stage"
 
@@ -125,7 +125,7 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
         word = self.in_host_memory()
         require(
             word is None or self.cuda_graph != "iteration",
-            f"{FLAG} {word}: --cuda-graph iteration takes tables in GPU memory; leave hbm out, or choose --cuda-graph "
+            f"{FLAG} {word}: --cuda-graph iteration needs tables in GPU memory; leave hbm out, or choose --cuda-graph "
             "dense",
         )
         require(
@@ -138,16 +138,16 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
         )
         require(
             self.row_capacity is None or (self.graphs_iterations and 1 <= self.row_capacity < math.inf),
-            f"--row-capacity {self.row_capacity} must be 1.0 or more, beside --cuda-graph iteration",
+            f"--row-capacity {self.row_capacity} must be 1.0 or more, and needs --cuda-graph iteration",
         )
         require(
             self.launch_threads == 1 or not self.graphs_iterations,
-            f"--cuda-graph {self.cuda_graph} launches an iteration at once: leave --launch-threads at 1",
+            f"--cuda-graph {self.cuda_graph} replays whole iterations: leave --launch-threads at 1",
         )
 
     @property
     def needs_gpu(self) -> str | None:
-        """The constraint that needs a GPU; switches that do not apply without one are off, and the record says so."""
+        """The constraint that needs a GPU; other switches are off without one, and the record says so."""
         return self._host_memory_needs_gpu
 
     @property

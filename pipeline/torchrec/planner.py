@@ -1,4 +1,4 @@
-"""The set-up of TorchRec's planner: the tables' optimizer, whose state it counts, and the machine."""
+"""The set-up of TorchRec's planner: the tables' optimizer, whose state counts as memory, and the machine."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.tables.table_memory import HEADROOM
 
 
 def table_optimizer(config: OptimizerOptions) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Returns class and arguments of the tables' optimizer, whose state the planner counts."""
+    """Returns class and arguments of the tables' optimizer, whose state the planner counts as memory."""
     optimizer, rate = config.tables, {"lr": config.learning_rate}
     if isinstance(optimizer, SGD):
         return torch.optim.SGD, rate
@@ -32,8 +32,8 @@ def sharding_planner(
     memory_bytes: int,
     host_bytes: int | None = None,
 ) -> EmbeddingShardingPlanner:
-    """TorchRec's planner. constraints: by table. batch_size: local. memory_bytes: of each rank's device, without
-    headroom. host_bytes: of each rank, for tables that are not on its GPU; None is TorchRec's default."""
+    """Returns TorchRec's planner. constraints: by table. batch_size: local. memory_bytes: of each rank's device,
+    without headroom. host_bytes: of each rank, for tables that are not on its GPU; None is TorchRec's default."""
     return EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world_size,

@@ -1,4 +1,4 @@
-"""Shards a benchmark's model by TorchRec: its collections of tables, sharders, a plan, initial weights."""
+"""Shards a benchmark's model with TorchRec: its embedding collections, sharders, a plan, initial weights."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -38,14 +38,14 @@ _BY_ROWS = (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRI
 
 @dataclass(frozen=True, slots=True)
 class Sharders:
-    """The sharders of each kind of collection; of one registry of codecs."""
+    """The sharders of each kind of collection, with the same codecs."""
 
     bags: EmbeddingBagCollectionSharder
     sequences: EmbeddingCollectionSharder
 
     @classmethod
     def of_torchrec(cls, codecs: Codecs | None, drops_repeats: bool) -> "Sharders":
-        """Returns TorchRec's own. drops_repeats: of the ids of sequences."""
+        """Returns TorchRec's own sharders. drops_repeats: whether to deduplicate the ids of sequences."""
         return cls(
             EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
             EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=drops_repeats),
@@ -58,7 +58,7 @@ class Sharders:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A sharded model with the objects of its making that the pipeline keeps."""
+    """A sharded model with the objects from its construction that the pipeline keeps."""
 
     model: DistributedModelParallel
     plan: ShardingPlan
@@ -68,10 +68,9 @@ class Built:
 
 
 def quantized_codecs(options: TorchRecModelOptions, device: torch.device) -> Codecs | None:
-    """Returns the codecs of looked-up vectors and their gradients for TorchRec's collectives; None where they stay
-    fp32.
+    """Returns the codecs of looked-up vectors and their gradients for TorchRec's collectives; None if these stay fp32.
 
-    Gradients of a mean loss are small, so they keep fp32's exponents: the pair of TorchRec's own example, see
+    Gradients of a mean loss are small, so they use bf16, with fp32's exponents, as in TorchRec's own example, see
     torchrec.distributed.fbgemm_qcomm_codec. On the CPU TorchRec puts fp16 in bf16's place.
     """
     if options.quantized_comms == "none":
@@ -93,7 +92,7 @@ def build_sharded(
     """Returns the model, sharded and with its initial weights. Collective.
 
     left_out: sharding types that the planner must not choose. data_parallel: how the dense network is replicated; None
-    is TorchRec's default. ValueError, on every rank, where the tables do not fit.
+    is TorchRec's default. ValueError, on every rank, if the tables do not fit.
     """
     memory = device_memory_bytes(ranks) + (_host_bytes(options, ranks) or 0)
     check_tables_fit(config.model.tables, config.optimizer.tables, memory, ranks.device)
@@ -134,10 +133,10 @@ def _plan(
     if of_benchmark.constraints is None:
         require(
             not constraints,
-            f"{FLAG}: the tables of this model go to the ranks in turn, without TorchRec's planner; leave it out",
+            f"{FLAG}: this model's tables are assigned round-robin, without TorchRec's planner; leave it out",
         )
         return _plan_of_all(collections, sharders, ranks, of_benchmark.by_rows)
-    assert not _has(collections, sharders.sequences), "the planner is asked about bags alone"
+    assert not _has(collections, sharders.sequences), "the planner handles EmbeddingBagCollections only"
     left_out = {*left_out, *(() if options.row_wise else _BY_ROWS)}
     planned = _PlanningSharder(sharders.bags, left_out)
     of_tables = with_constraints(
@@ -153,20 +152,20 @@ def _plan(
     except PlannerError as error:
         also = f", or leave out some of {FLAG} {described(constraints, tables)}" if constraints else ""
         raise ValueError(
-            f"TorchRec's planner cannot place the tables in {memory / 1e9:.1f} GB a rank; use more GPUs, a smaller "
+            f"TorchRec's planner cannot place the tables in {memory / 1e9:.1f} GB per rank; use more GPUs, a smaller "
             f"--model.table-scale or a smaller --local-batch-size{also} ({error})"
         ) from error
 
 
 def _host_bytes(options: TorchRecModelOptions, ranks: Ranks) -> int | None:
-    """Returns a rank's share of the host's memory for tables that constraints keep there; None where none are."""
+    """Returns a rank's share of host memory for tables that constraints keep there; None if there are none."""
     return None if options.in_host_memory() is None else host_memory_bytes(ranks)
 
 
 class _PlanningSharder(EmbeddingBagCollectionSharder):
-    """A sharder as the planner sees it, without some sharding types.
+    """A sharder for the planner, without some sharding types.
 
-    ParameterConstraints leaves types out too, but through a set of names, whose order changes from process to process
+    ParameterConstraints can exclude types too, but through a set of names, whose order changes from process to process,
     and with it the choice between equal plans.
     """
 
@@ -184,7 +183,7 @@ def _has(collections: Mapping[str, nn.Module], sharder: Any) -> bool:
 
 
 def _plan_of_all(collections: Mapping[str, nn.Module], sharders: Sharders, ranks: Ranks, by_rows: bool) -> ShardingPlan:
-    """Returns a plan by which the tables, in their order, go to the ranks in turn, each whole, or by rows to all."""
+    """Returns a plan that assigns whole tables to the ranks round-robin, or each table by rows to all ranks."""
     plans, count = {}, 0
     for path, part in collections.items():
         of_table = {}
@@ -203,7 +202,7 @@ def _plan_of_all(collections: Mapping[str, nn.Module], sharders: Sharders, ranks
 
 
 def _fill_tables(sharded: DistributedModelParallel, rows: Mapping[str, int], seed: int) -> None:
-    """rows: of each table, by the name of its weights, in the order that numbers the tables."""
+    """Fills the tables. rows: of each table, by the name of its weights, in the order that numbers the tables."""
     state: dict[str, Tensor] = sharded.state_dict()
     for table, (name, num_embeddings) in enumerate(rows.items()):
         for part in tensor_blocks(state[name], state[name]):

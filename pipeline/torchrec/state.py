@@ -1,4 +1,4 @@
-"""Weights and optimizer state of a model that TorchRec has sharded, as pipeline/state.py has them."""
+"""Weights and optimizer state of a model sharded by TorchRec, in the format of pipeline/state.py."""
 
 from collections.abc import Collection
 from typing import Any
@@ -21,11 +21,11 @@ def state_blocks(
     tables: Collection[str],
     table_optimizer: TableOptimizer,
 ) -> StateBlocks:
-    """Returns the blocks of the tensors in the public state_dict of model and optimizer, which are the memory that is
-    trained.
+    """Returns the blocks of the tensors in the public state_dict of model and optimizer, which are the trained memory
+    itself.
 
-    tables: names of the tables' weights in the model's state_dict. ValueError where a state is of the sharding and not
-    of the model.
+    tables: names of the tables' weights in the model's state_dict. ValueError if a state belongs to the sharding and
+    not to the model.
     """
     weights, state = model.state_dict(), optimizer.state_dict()["state"]
     of_weights, of_optimizer = {}, {}
@@ -42,20 +42,19 @@ def state_blocks(
 
 
 def forget_cached_rows(model: nn.Module) -> None:
-    """Empties the GPU's caches of tables in host memory, whose rows have just been replaced there."""
+    """Empties the GPU's caches of tables in host memory, after their rows have been replaced there."""
     for module in model.modules():
         if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
             module.reset_cache_states()
 
 
 def tensor_blocks(weights: Tensor | ShardedTensor, tensor: Tensor | ShardedTensor | None) -> list[TensorBlock]:
-    """Returns the blocks of `weights`, with the memory of `tensor`, sharded in the same way; None without a local
-    shard."""
+    """Returns the blocks of `weights`, with the memory of `tensor`, sharded alike; None without a local shard."""
     if not isinstance(weights, ShardedTensor):
         assert isinstance(tensor, Tensor)
         return [TensorBlock.whole(tensor)]
     local = {}
-    if isinstance(tensor, ShardedTensor):  # rowwise state has offsets of its own; its shards are in the same order
+    if isinstance(tensor, ShardedTensor):  # row-wise state has different offsets; its shards are in the same order
         for shard, of_weights in zip(tensor.local_shards(), weights.local_shards(), strict=True):
             local[tuple(of_weights.metadata.shard_offsets)] = shard.tensor
     return [
@@ -70,16 +69,16 @@ def _with_rows(state: Tensor) -> Tensor:
 
 
 def _sums(state: dict[str, Any]) -> Tensor | ShardedTensor | None:
-    """Returns Adagrad's state, which a fused optimizer calls momentum1 and has only where there is a shard."""
+    """Returns Adagrad's state, which a fused optimizer calls momentum1 and has only if there is a shard."""
     return next((value for name, value in state.items() if name == "sum" or name.endswith(".momentum1")), None)
 
 
 def _of_rows(name: str, blocks: list[TensorBlock]) -> list[TensorBlock]:
-    """Returns the blocks of rowwise state, [rows, 1], of a table of `blocks`; ValueError where columns are split."""
+    """Returns the blocks of row-wise state, [rows, 1], of a table with `blocks`; ValueError if columns are split."""
     if any(block.start[1] > 0 for block in blocks):
         raise ValueError(
-            f"{name}: TorchRec's plan splits its columns, so rowwise Adagrad's state is of shards and not of rows: "
-            "move states with --optimizer.embedding adagrad"
+            f"{name}: TorchRec's plan splits its columns, so row-wise Adagrad's state is per shard, not per row: save "
+            "and load states with --optimizer.embedding adagrad"
         )
     return [
         TensorBlock(b.owner, b.start, (b.shape[0], 1), b.local.view(-1, 1) if isinstance(b.local, Tensor) else None)

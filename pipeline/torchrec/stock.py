@@ -1,13 +1,13 @@
 """The baseline: a model as TorchRec itself trains it, nothing patched.
 
-TrainPipelineSparseDist is the schedule of MLPerf's reference. TorchRec's other public options stand beside it, so that
-a gain can be one over the best that its user could have. Its other train pipelines are left out:
+TrainPipelineSparseDist is the schedule of MLPerf's reference. TorchRec's other public options are also available, so
+that a gain can be measured against the best that a TorchRec user can have. Its other train pipelines are left out:
 
 - TrainPipelineSemiSync trains on embeddings that miss the last update: another algorithm.
 - TrainPipelinePT2 compiles the model and overlaps nothing: one stream, blocking copies.
-- TrainPipelineSparseDistCompAutograd compiles the backward, with verbose logs switched on: an experiment.
-- TrainPipelineSparseDistLite saves memory for less overlap than TrainPipelineSparseDist, and is not exported, as
-  nothing of experimental_pipelines is.
+- TrainPipelineSparseDistCompAutograd compiles the backward, with verbose logs enabled: an experiment.
+- TrainPipelineSparseDistLite saves memory for less overlap than TrainPipelineSparseDist, and is not exported, like
+  everything in experimental_pipelines.
 - EvalPipelineSparseDist does not train, and StagedTrainPipeline schedules stages that its user has to write.
 """
 
@@ -43,20 +43,20 @@ class StockPipeline(TorchRecPipeline):
     def __init__(
         self, config: TrainingConfig, of_benchmark: TorchRecModel, options: TorchRecOptions, ranks: Ranks
     ) -> None:
-        """Needs an initialised process group; collective: every rank must construct it with the same configuration.
+        """Collective, with the same configuration on every rank; needs an initialised process group.
 
-        ValueError where the schedule needs a GPU and there is none, or no part of the model can be compiled.
+        ValueError if the schedule needs a GPU and there is none, or no part of the model can be compiled.
         """
         check_device(options, ranks.device)
         require(
             bool(of_benchmark.compiled) or not options.compile_dense,
-            "--compile-dense: torch.compile takes no part of this model; leave it out",
+            "--compile-dense: torch.compile supports no part of this model; leave it out",
         )
         self._options = options
         fused = options.schedule == "fused-sparse-dist"
         drops_repeats = of_benchmark.drops_repeats and ranks.device.type == "cuda"
         sharders = Sharders.of_torchrec(quantized_codecs(options, ranks.device), drops_repeats)
-        # The fused schedule looks the next batch up beside the dense optimizer, which updates data-parallel tables:
+        # The fused schedule looks up the next batch beside the dense optimizer, which updates data-parallel tables:
         # "the assumption made here is the embedding is updated in the fused backward" (its docstring).
         left_out = {ShardingType.DATA_PARALLEL} if fused else ()
         super().__init__(
@@ -66,33 +66,33 @@ class StockPipeline(TorchRecPipeline):
             self._compile_dense()
 
     def _compile_dense(self) -> None:
-        # TorchRec's schedules trace the model by torch.fx, to find what feeds its sharded modules: the plain forward.
+        # TorchRec's schedules trace the plain forward with torch.fx, to find the inputs of its sharded modules.
         torch._dynamo.config.error_on_nested_fx_trace = False
         for module in self._of_benchmark.compiled:
             module.compile(backend=_COMPILER, dynamic=False)
 
     def warm_up(self, evaluates: bool) -> None:
         """See TorchRecPipeline. ValueError under a schedule that prefetches, if the run will evaluate: an evaluation's
-        lookup would take the cached rows that FBGEMM holds ready for the next training batch."""
+        lookup would take the cached rows that FBGEMM holds for the next training batch."""
         if evaluates and self._options.prefetches:
             raise ValueError(
-                "--schedule prefetch-sparse-dist has rows of the next training batch under way, so it cannot evaluate: "
-                "choose sparse-dist, or leave --target-auc out"
+                "--schedule prefetch-sparse-dist has already fetched rows of the next training batch, so it cannot "
+                "evaluate: choose sparse-dist, or leave --target-auc out"
             )
         super().warm_up(evaluates)
 
     def set_learning_rate(self, value: float) -> None:
-        """See TorchRecPipeline. ValueError under a schedule whose tables would take the rate a step late: FBGEMM gives
-        a lookup the rate of its own update."""
+        """See TorchRecPipeline. ValueError under a schedule whose tables would get the rate a step late: FBGEMM gives
+        a lookup the rate for its own update."""
         if self._options.schedule == "fused-sparse-dist":
             raise ValueError(
-                "--schedule fused-sparse-dist looks up tables a batch ahead, with the learning rate of then: with a "
-                "rate that changes choose --schedule sparse-dist"
+                "--schedule fused-sparse-dist looks up tables a batch ahead, with the previous learning rate: for a "
+                "rate that changes, choose --schedule sparse-dist"
             )
         super().set_learning_rate(value)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing."""
 
     def describe(self) -> dict[str, Any]:
         """Returns the model's description, and the switches that do not apply here."""
@@ -105,7 +105,7 @@ class StockPipeline(TorchRecPipeline):
 
     def _schedule(self, training: bool) -> Any:
         schedule = _SCHEDULES[self._options.schedule]
-        if self._options.prefetches:  # which not all of TorchRec's versions can copy in place for
+        if self._options.prefetches:  # not all TorchRec versions support in-place copies for this schedule
             return schedule(self._model, self._optimizer, self._device)
         return schedule(
             self._model, self._optimizer, self._device, enable_inplace_copy_batch=self._options.inplace_copy
@@ -113,6 +113,6 @@ class StockPipeline(TorchRecPipeline):
 
 
 def _data_parallel(options: TorchRecOptions, device: torch.device) -> DataParallelWrapper:
-    """Returns how TorchRec replicates the dense network: all-reduce by DistributedDataParallel, in fp32 or bf16."""
+    """Returns the wrapper that replicates the dense network: DistributedDataParallel's all-reduce in fp32 or bf16."""
     in_bf16 = options.dense_all_reduce == "bf16" and device.type == "cuda"
     return DefaultDataParallelWrapper(allreduce_comm_precision="bf16" if in_bf16 else None)

@@ -13,5 +13,5 @@ def test_parts_cover_the_samples() -> None:
 
 
 def test_parts_of_different_sizes_are_refused() -> None:
-    with pytest.raises(AssertionError, match="5 samples do not go in 2 equal parts"):
+    with pytest.raises(AssertionError, match="5 samples cannot be split into 2 equal parts"):
         BatchShape(samples=5, dtype=torch.float32, parts=2)

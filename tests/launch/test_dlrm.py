@@ -145,7 +145,7 @@ def test_smoke_is_the_default(tmp_path):
         (["--print-plan", "0"], "--print-plan 0: a plan is for at least one rank"),
         (["--print-plan", "200"], "26 tables of 16 columns cannot give each of 200 ranks a shard: use fewer ranks"),
         (["--print-plan", "many"], "--print-plan"),
-        (["--limits", "limits.json"], "--limits is for --print-plan"),
+        (["--limits", "limits.json"], "--limits needs --print-plan"),
         (["--print-plan", "4", "--limits", "nowhere"], "nowhere cannot be read"),
     ],
 )

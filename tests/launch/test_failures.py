@@ -120,7 +120,7 @@ def test_the_last_words_of_torchrun_are_the_error_said_once(tmp_path, ranks, nam
 
 def test_the_last_words_of_torchrun_after_a_bug_are_the_end_of_its_traceback(tmp_path):
     said = under_torchrun(tmp_path, ("0",), "KeyError('x')")
-    assert said.splitlines()[-2].strip() == "rank 0 failed, its traceback is above: KeyError: 'x'"
+    assert said.splitlines()[-2].strip() == "rank 0 failed, see the traceback above: KeyError: 'x'"
     assert said.index("rank 0 failed:\nTraceback") < said.index("ChildFailedError")
 
 

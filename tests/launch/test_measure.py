@@ -11,4 +11,4 @@ def test_an_unknown_kind_is_named(monkeypatch, capsys, arguments):
     monkeypatch.setattr("sys.argv", ["launch/measure.py", *arguments])
     assert guarded(measure.main) == 2
     kind = arguments[0] if arguments else "nothing"
-    assert f"error: {kind!r} cannot be measured: host, nvtx or limits can" in capsys.readouterr().err
+    assert f"error: {kind!r} is not a measurement: choose host, nvtx or limits" in capsys.readouterr().err

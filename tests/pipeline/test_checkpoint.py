@@ -59,7 +59,7 @@ def move(ranks: Ranks, folder: Path) -> dict[tuple[str, str], str]:
             equal = all(torch.equal(b.local, TABLE[b.index]) for b in read.weights["table"] if b.local is not None)
             found[before, after] = "equal" if equal else "differs"
     other = StateBlocks({"table": [TensorBlock.whole(torch.zeros(22, 6))]}, {})
-    with pytest.raises(CheckpointError, match=r"weights/table: it has \(23, 6\), needed is \(22, 6\)"):
+    with pytest.raises(CheckpointError, match=r"weights/table: it has \(23, 6\), but \(22, 6\) is needed"):
         read_state(folder / "columns", other, group)
     damaged = folder / "rows" / "rank-0-0.bin"
     content = bytearray(damaged.read_bytes())

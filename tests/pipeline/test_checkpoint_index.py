@@ -83,13 +83,13 @@ def test_an_index_comes_back_and_damaged_files_are_named(tmp_path: Path) -> None
     first.write_bytes(content)
     second.write_bytes(bytes(second.stat().st_size))
     one, other = damage(tmp_path, index, checked.append)
-    assert one == "rank-0-0.bin, bytes 0 to 287, of weights/t, are damaged: their checksum is another"
-    assert other == "rank-1-0.bin, bytes 0 to 263, of weights/t, are damaged: their checksum is another"
+    assert one == "rank-0-0.bin, bytes 0 to 287, of weights/t, are damaged: their checksum does not match"
+    assert other == "rank-1-0.bin, bytes 0 to 263, of weights/t, are damaged: their checksum does not match"
     second.write_bytes(b"")
     first.unlink()
     (tmp_path / "state.json").write_text("[]")
     third, one, other = damage(tmp_path, index, checked.append)
-    assert third == "state.json is damaged: its checksum is another"
+    assert third == "state.json is damaged: its checksum does not match"
     (tmp_path / "state.json").unlink()
     third, one, other = damage(tmp_path, index, checked.append)
     assert third == "state.json: No such file or directory"
@@ -100,12 +100,12 @@ def test_an_index_comes_back_and_damaged_files_are_named(tmp_path: Path) -> None
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "format": (lambda index: index.update(format=1), "it is not of format 2"),
     "no pieces": (lambda index: index.pop("pieces"), "it lacks tensors, pieces or others"),
-    "others": (lambda index: index.update(others={"../state.json": 1}), r"'\.\./state\.json' is no other file"),
+    "others": (lambda index: index.update(others={"../state.json": 1}), r"'\.\./state\.json' is not the name"),
     "shape": (
         lambda index: index["tensors"].update({"weights/t": [23, -6]}),
         r"the shape of 'weights/t' is \[23, -6\]",
     ),
-    "another tensor": (lambda index: index["pieces"][1].update(tensor="u"), "piece 1 is of no tensor"),
+    "another tensor": (lambda index: index["pieces"][1].update(tensor="u"), "piece 1 belongs to no tensor"),
     "a way out": (
         lambda index: index["pieces"][0].update(file="../rank-0-0.bin"),
         r"piece 0 names '\.\./rank-0-0\.bin'",
@@ -114,9 +114,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a flag for a number": (lambda index: index["pieces"][0].update(start=[0, True]), "piece 0 has start"),
     "step": (lambda index: index["pieces"][0].update(row_step=0), "row_step 0"),
     "checksum": (lambda index: index["pieces"][0].update(crc32="0"), "crc32 '0'"),
-    "dimensions": (lambda index: index["pieces"][0].update(start=[0]), "not the dimensions"),
+    "dimensions": (lambda index: index["pieces"][0].update(start=[0]), "different number of dimensions"),
     "beyond": (lambda index: index["pieces"][0].update(start=[2, 0]), "piece 0 goes beyond its tensor"),
-    "a piece too few": (lambda index: index["pieces"].pop(), "are not as many elements"),
+    "a piece too few": (lambda index: index["pieces"].pop(), "have a different number of elements"),
     "twice": (
         lambda index: (
             index["pieces"][0].update(start=[1, 0], shape=[11, 6])
@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda index: index.update(
             pieces=[{**index["pieces"][0], "shape": [11, 6]}, {**index["pieces"][1], "shape": [12, 6], "row_step": 1}]
         ),
-        "rows of several steps",
+        "rows with different steps",
     ),
 }
 

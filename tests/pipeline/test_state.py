@@ -187,6 +187,6 @@ def test_another_models_state_is_refused_on_every_rank(moved, run_ranks, gpu):
     weights[key] = weights[key][1:]
     stock, static = zip(*run_ranks(2, refused, weights, gpu=gpu), strict=True)
     assert {*stock, *static} == {
-        f"the state is of another model: {key}: it has (89999, 32), needed is (90000, 32); give both runs the same "
+        f"the state is of another model: {key}: it has (89999, 32), but (90000, 32) is needed; give both runs the same "
         "--model flags and the same --optimizer.embedding"
     }

@@ -117,4 +117,4 @@ def _differences(full: dict[str, Tensor], blocks_by_key: TensorBlocks, what: str
     for key in sorted(needed.keys() | given.keys()):
         if given.get(key) != needed.get(key):
             has, needs = given.get(key, "nothing"), needed.get(key, "nothing")
-            yield f"the state is of another model: {what}{key}: it has {has}, needed is {needs}"
+            yield f"the state is of another model: {what}{key}: it has {has}, but {needs} is needed"

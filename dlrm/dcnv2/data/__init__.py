@@ -1,1 +1,1 @@
-"""Criteo's samples in MLPerf's day files: reading, making and checking them."""
+"""Criteo's samples in MLPerf's day files: reading, generating and checking them."""

@@ -1,7 +1,7 @@
 """Checks a directory of day files: dlrm-bench data check DIR
 
-Each line on stdout is one finding, which names a file and the fix; the exit status is 2 if there is a finding. Files in
-the manifest are compared with their checksums. In all other files, such as MLPerf's own, every value is checked: types,
+Each line on stdout is one finding, with the file and the fix; the exit status is 2 if there is a finding. Files in the
+manifest are compared with their checksums. In all other files, such as MLPerf's own, every value is checked: types,
 shapes, sizes, ids within their tables, labels 0 or 1, finite dense features. If any day has MLPerf's number of samples,
 all days must. --mlperf requires MLPerf's own set: its numbers of samples and the MD5 sum of every file.
 """
@@ -41,10 +41,10 @@ MLPERF_DAY_SAMPLES = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DayFilesCheck(CheckConfig):
-    """A directory of day files, checked. With --mlperf they are MLPerf's own set, or made from Criteo's raw days."""
+    """Checks a directory of day files. With --mlperf they must be MLPerf's own set, or made from Criteo's raw days."""
 
     preset: str = "mlperf-dcnv2"
-    """The preset whose tables and features the files should fit, where there is no manifest."""
+    """The preset whose tables and features the files must fit, if there is no manifest."""
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
 
@@ -55,7 +55,7 @@ class CheckedDays:
 
     findings: list[str]
     days: int
-    """Number of days that have any file."""
+    """Number of days with at least one file."""
     samples: int
     """Number of samples of all days that could be opened."""
 
@@ -74,7 +74,7 @@ def check(config: DayFilesCheck) -> CheckedDays:
         raise ValueError(f"{directory} {why_not(directory)}: name the directory of the day files")
     findings: list[str] = []
     if (directory / MARKER).exists():
-        findings.append(f"{directory / MARKER}: the data set is unfinished: start the program that makes it again")
+        findings.append(f"{directory / MARKER}: the data set is unfinished: run the program that makes it again")
     manifest = None
     try:
         manifest = read_manifest(directory)
@@ -129,7 +129,7 @@ def _days(names: set[str]) -> int:
 def _check_day(
     directory: Path, day: int, model: ModelConfig, found: set[str], values: bool, advance: Advance
 ) -> tuple[int, list[str]]:
-    """Returns the number of samples (0 if unknown) and the findings of a day, in each format that it has."""
+    """Returns the number of samples (0 if unknown) and the findings of a day, in each available format."""
     formats: list[type[criteo.Day]] = []
     if criteo.multi_hot_file(directory, day).name in found:
         formats.append(criteo.MultiHotDay)
@@ -157,7 +157,7 @@ def _check_day(
 
 
 def _check_values(day: criteo.Day, model: ModelConfig) -> Iterator[str]:
-    """Yields the first invalid value, if there is one."""
+    """Yields the first invalid value, if any."""
     batches = range(-(-day.num_samples // READ_SAMPLES))
     try:
         for _ in FileBatches([(day, day.num_samples)], model, batches, 0, 1, READ_SAMPLES, pin=False):
@@ -171,7 +171,7 @@ def _bytes_of(directory: Path, day: int, found: set[str]) -> int:
 
 
 def _check_md5(directory: Path, names: Sequence[str], advance: Advance) -> Iterator[str]:
-    """Files of MLPerf's set whose bytes are others."""
+    """Yields the files of MLPerf's set whose bytes differ."""
     for name in names:
         path = directory / name
         if name in MLPERF_MD5 and path.is_file():
@@ -179,15 +179,15 @@ def _check_md5(directory: Path, names: Sequence[str], advance: Advance) -> Itera
                 found = hashlib.file_digest(file, "md5").hexdigest()
             if found != MLPERF_MD5[name]:
                 other = next((other for other, md5 in MLPERF_MD5.items() if md5 == found), None)
-                fix = COPY_AGAIN if other is None else f"it is {other}; give the files their names back"
-                yield f"{path} is not MLPerf's: its MD5 sum is {found}, of theirs {MLPERF_MD5[name]}: {fix}"
+                fix = COPY_AGAIN if other is None else f"it is {other}; restore the files' names"
+                yield f"{path} is not MLPerf's: its MD5 sum is {found} instead of {MLPERF_MD5[name]}: {fix}"
             advance(path.stat().st_size)
 
 
 def _check_samples(
     directory: Path, samples: Sequence[int], manifest: Manifest | None, mlperf: bool = False
 ) -> Iterator[str]:
-    """Days whose samples are not as many as the manifest, or MLPerf, has of them."""
+    """Yields the days whose number of samples differs from the manifest's, or from MLPerf's."""
     if manifest:
         expected, whose = tuple(manifest.samples_per_day), "the manifest"
     elif mlperf or any(count == of_mlperf for count, of_mlperf in zip(samples, MLPERF_DAY_SAMPLES, strict=False)):
@@ -203,8 +203,8 @@ def _check_samples(
             yield f"{name} does not exist, and {whose} has {len(expected)} days: copy the missing day"
         elif count and count != expected[day]:
             other = expected.index(count) if count in expected else None
-            fix = COPY_AGAIN if other is None else f"that is day {other}'s number: give the days their names back"
-            yield f"{name} has {count} samples, in {whose} it has {expected[day]}: {fix}"
+            fix = COPY_AGAIN if other is None else f"that is day {other}'s number: restore the days' names"
+            yield f"{name} has {count} samples, but {whose} has {expected[day]}: {fix}"
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Fingerprints of the files of a data set, which tell them from others of the same names."""
+"""Fingerprints of a data set's files, which distinguish them from other files of the same names."""
 
 from dlrm_bench.dlrm.data.checksums import sample_checksum
 from dlrm_bench.dlrm.data.dataset import FileContent
@@ -8,7 +8,7 @@ from dlrm_bench.dlrm.dcnv2.data.manifest import read_manifest
 
 
 def data_content(data: DataConfig) -> dict[str, FileContent]:
-    """Returns the fingerprints of the files that a run reads; without a manifest some blocks of each are read."""
+    """Returns the fingerprints of the files that a run reads; without a manifest, reads some blocks of each."""
     if data.source == "random":
         return {}
     assert data.path is not None

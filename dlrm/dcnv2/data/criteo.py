@@ -5,7 +5,7 @@ Day i of N samples is
     day_i_labels.npy             int32 (N, 1), 0 or 1
     day_i_sparse_multi_hot.npz   uncompressed zip of 0.npy, 1.npy, ...: int32 (N, hot), one for each feature; or
     day_i_sparse.npy             int32 (N, features), one id per feature, to be expanded
-(mlcommons/training, recommendation_v2/torchrec_dlrm). All errors about files are ValueErrors that name file and member.
+(mlcommons/training, recommendation_v2/torchrec_dlrm). Every error about a file is a ValueError with file and member.
 """
 
 import zipfile
@@ -28,12 +28,12 @@ Ids = NDArray[np.int32]
 
 
 def dense_file(directory: Path, day: int) -> Path:
-    """The file of a day's dense features."""
+    """Returns the path of a day's dense features."""
     return directory / f"day_{day}_dense.npy"
 
 
 def labels_file(directory: Path, day: int) -> Path:
-    """The file of a day's labels."""
+    """Returns the path of a day's labels."""
     return directory / f"day_{day}_labels.npy"
 
 
@@ -43,12 +43,12 @@ def one_hot_file(directory: Path, day: int) -> Path:
 
 
 def multi_hot_file(directory: Path, day: int) -> Path:
-    """The file of a day's ids, several per feature."""
+    """Returns the path of a day's ids, several per feature."""
     return directory / f"day_{day}_sparse_multi_hot.npz"
 
 
 class Day(ABC):
-    """One day, open for reading. Subclasses read the two formats of ids."""
+    """One day, open for reading. Each subclass reads one of the two formats of ids."""
 
     def __init__(self, directory: Path, day: int, model: ModelConfig) -> None:
         self._model = model
@@ -61,20 +61,20 @@ class Day(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
-        """Read samples [start, stop), n of them, as they are in the files; any number of threads may.
+        """Reads samples [start, stop), n of them, as stored in the files. Thread-safe.
 
-        memory: gets the arrays [n, columns] dense, labels and each feature's ids in turn, C-ordered, each from its byte
-        of positions [2 + features] on. ValueError names a file that cannot be read any more. The values are not
-        checked: see check_values.
+        memory: receives the arrays [n, columns] dense, labels and each feature's ids in turn, C-ordered, array i from
+        byte positions[i] on, of [2 + features] positions. ValueError names a file that can no longer be read. Values
+        are not checked: see check_values.
         """
 
     def check_values(
         self, start: int, dense: NDArray[np.float32], labels: NDArray[np.int32], ids: Sequence[Ids]
     ) -> None:
-        """Check every value of samples that `read` gave, from sample `start` on.
+        """Checks every value of samples returned by `read`, starting with sample `start`.
 
-        Raises ValueError with file, feature, value and sample for an id outside its table, a label that is neither
-        0 nor 1, and a dense value that is not finite.
+        Raises ValueError with file, feature, value and sample for an id outside its table, a label other than 0 or 1,
+        and a non-finite dense value.
         """
         finite = np.isfinite(dense)
         if not finite.all():
@@ -99,7 +99,7 @@ class Day(ABC):
         if len(array) != self.num_samples:
             raise ValueError(
                 f"{array.name} has {len(array)} samples, but {Path(self._dense.name).name} has "
-                f"{self.num_samples}: the files of a day belong together; {COPY_AGAIN}"
+                f"{self.num_samples}: all files of a day must belong together; {COPY_AGAIN}"
             )
 
 
@@ -127,31 +127,31 @@ class MultiHotDay(Day):
                 if block[row, column] < 0:
                     raise ValueError(f"{where} negative: {COPY_AGAIN}")
                 raise ValueError(
-                    f"{where} outside its table of {rows} rows: choose --model.num-embeddings and --model.table-scale "
-                    "as the files were made for"
+                    f"{where} outside its table of {rows} rows: choose the --model.num-embeddings and "
+                    "--model.table-scale that the files were made for"
                 )
 
 
 class OneHotDay(Day):
     """A day whose ids are stored 1-hot.
 
-    They are reduced modulo the table's rows and then expanded, both as the reference does (its
-    scripts/materialize_synthetic_multihot_dataset.py), so these files serve any table_scale.
+    They are reduced modulo the table's rows and then expanded, both as in the reference (its
+    scripts/materialize_synthetic_multihot_dataset.py), so these files work with any table_scale.
     """
 
     tables: ExpansionTables
-    """The model's, to be set before reading; opening them can take minutes, so files are checked before."""
+    """The model's tables, to be set before reading; opening them can take minutes, so files are checked first."""
 
     def __init__(self, directory: Path, day: int, model: ModelConfig) -> None:
         super().__init__(directory, day, model)
-        fix = f"--model.num-embeddings needs one table for each feature of the files, or {COPY_AGAIN}"
+        fix = f"give --model.num-embeddings one table for each feature of the files, or {COPY_AGAIN}"
         self._ids = _open_file(one_hot_file(directory, day), np.int32, model.num_features, fix)
         self._check_samples(self._ids)
         self._table_rows = np.asarray(model.rows, dtype=np.int32)
         self._rows = RowFiles([self._dense, self._labels])
 
     def read(self, start: int, stop: int, memory: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
-        """See Day.read. Negative ids, which no table has, are an error here already."""
+        """See Day.read. Negative ids, which exist in no table, raise an error here."""
         assert 0 <= start < stop <= self.num_samples
         n = stop - start
         self._rows.read(start, n, memory, positions[:2])
@@ -159,7 +159,7 @@ class OneHotDay(Day):
         self._ids.read(start, ids)
         if (
             ids.view(np.uint32) >= self._table_rows.view(np.uint32)
-        ).any():  # Seen as unsigned, negative numbers are large.
+        ).any():  # As unsigned numbers, negative ones are large.
             if ids.min() < 0:
                 row, feature = np.argwhere(ids < 0)[0]
                 raise ValueError(
@@ -176,7 +176,7 @@ class OneHotDay(Day):
         for feature, (rows, block) in enumerate(zip(self._model.rows, ids, strict=True)):
             if (block.view(np.uint32) >= rows).any():
                 raise ValueError(
-                    f"the table that expands feature cat_{feature} is damaged, it holds ids outside [0, {rows}): "
+                    f"the table that expands feature cat_{feature} is damaged: it holds ids outside [0, {rows}): "
                     f"remove the folder {FOLDER} beside the day files"
                 )
 
@@ -206,10 +206,10 @@ def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
         state = "unexpected" if odd[0] in infos else "missing"
         raise ValueError(
             f"{path}: expected the {len(names)} members 0.npy to {names[-1]}, found {len(infos)} ({odd[0]} {state}): "
-            "--model.num-embeddings and --model.multi-hot-sizes need one number for each feature of the files"
+            "give --model.num-embeddings and --model.multi-hot-sizes one number for each feature of the files"
         )
-    fix = f"set --model.multi-hot-sizes as the files were made for, or {COPY_AGAIN}"
-    file = FileIO(path)  # One for all members: 24 days of 26 files each would be more than a process may open.
+    fix = f"set --model.multi-hot-sizes that the files were made for, or {COPY_AGAIN}"
+    file = FileIO(path)  # Shared by all members: 24 days of 26 files each could exceed a process's open-file limit.
     return [
         open_array(path, np.int32, hot, fix=fix, member=name, span=member_span(path, infos[name]), file=file)
         for name, hot in zip(names, multi_hot_sizes, strict=True)
@@ -219,7 +219,7 @@ def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
 def write_multi_hot(path: Path, one_hot: Ids, multi_hot_sizes: Sequence[int], tables: ExpansionTables) -> None:
     """Writes a day's multi-hot file from its 1-hot ids [N, features], each below its table's rows.
 
-    Like numpy.savez of the expanded arrays, but in pieces: a whole feature is never in memory.
+    Writes the same format as numpy.savez, but in pieces: a whole feature is never in memory.
     """
 
     def column(feature: int, start: int, stop: int) -> Ids:
@@ -236,11 +236,11 @@ def write_multi_hot_columns(
     open_tables: Callable[[], ExpansionTables],
     advance: Callable[[int], None],
 ) -> None:
-    """Write a day's multi-hot file as write_multi_hot does, for ids that are not in memory.
+    """Writes a day's multi-hot file, like write_multi_hot, from ids that are not in memory.
 
     column: (feature, start, stop) to the feature's 1-hot ids of samples [start, stop), each below its table's rows.
-    open_tables: called for each feature, so that no other feature's tables stay mapped. advance: called with the
-    number of ids after each piece.
+    open_tables: called for each feature, so that other features' tables do not stay mapped. advance: called after each
+    piece with its number of ids.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for feature, hot in enumerate(multi_hot_sizes):
@@ -251,6 +251,6 @@ def write_multi_hot_columns(
                     ids = column(feature, start, min(start + WRITE_CHUNK, samples))
                     block = np.empty((len(ids), hot), dtype=np.int32)
                     tables.expand(feature, ids, block)
-                    assert (block[:, 0] == ids).all(), "an id beyond the rows of its table that are kept"
+                    assert (block[:, 0] == ids).all(), "an id exceeds its table's kept rows"
                     member.write(block.data)
                     advance(len(ids))

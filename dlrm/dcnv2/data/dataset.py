@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 
 
 def open_dataset(data: DataConfig, model: ModelConfig, seed: int) -> Dataset:
-    """Opens and checks the data set of `data`; ValueError names the bad file or flag. `seed` draws random batches."""
+    """Opens and checks the data set of `data`; ValueError names the bad file or flag. seed: for random batches."""
     return RandomDataset(data, model, seed) if data.source == "random" else FileDataset(data, model)
 
 
@@ -34,7 +34,7 @@ class FileDataset:
         self.eval_samples = self._eval_parts[0][1]
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> FileBatches:
-        """See Dataset; ValueError if there is not one full global batch."""
+        """See Dataset; ValueError if the samples do not fill one global batch."""
         assert self.train_samples is not None
         batches = self.train_samples // (world_size * local_batch_size)
         if batches == 0:
@@ -51,7 +51,7 @@ class FileDataset:
 
 
 def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float | None:
-    """Returns the best AUC in the directory's manifest for this evaluation day; None without one."""
+    """Returns the best AUC in the directory's manifest for this evaluation day; None without a manifest."""
     if not path.is_dir():
         raise ValueError(
             f"--data.path {path} {why_not(path)}: generate a small data set with "
@@ -60,8 +60,8 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
         )
     if (path / MARKER).exists():
         raise ValueError(
-            f"{path} holds an unfinished data set: its generator still runs, or was interrupted; then start the same "
-            "'dlrm-bench data generate' or 'dlrm-bench data preprocess' again"
+            f"{path} holds an unfinished data set: its generator is still running, or was interrupted; in that case, "
+            "run the same 'dlrm-bench data generate' or 'dlrm-bench data preprocess' again"
         )
     manifest = read_manifest(path)
     if manifest is None:

@@ -11,21 +11,22 @@ from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, rows_p
 from dlrm_bench.dlrm.dcnv2.data.shuffled_rows import BUCKET_ROWS
 
 SCRATCH_ROW_BYTES = 185
-"""Largest number of bytes in preprocess.partial for each row: parsed or scattered words, and the shuffle's steps."""
+"""Maximum number of bytes per row in preprocess.partial: parsed or scattered words, and the shuffle's steps."""
 MARGIN = 0.95
-"""Margin of the estimate: days are taken to have rows like their beginnings, and those of a day differ by less."""
+"""Margin of the estimate, which extrapolates each day's rows from its beginning; the actual difference is smaller."""
 
 
 ROW_SECONDS = 12e-6
-"""Time of a row in all steps, one worker: 150,000 rows, both formats, took 1.7 s on a core of an Intel Xeon server."""
+"""Time per row in all steps, one worker: 150,000 rows, both formats, took 1.7 s on a core of an Intel Xeon server."""
 KEPT_ID_SECONDS, SKIPPED_ID_SECONDS = 30e-9, 5e-9
-"""Time to draw and write an id of the expansion tables, and to draw one that is not kept (same core)."""
+"""Time to draw and write one id of the expansion tables, and to draw one that is not kept (same core)."""
 
 
 def require_space(out: Path, raw: Sequence[Path], model: ModelConfig, formats: str, workers: int) -> str:
-    """Returns a sentence on the disk space and time that preprocessing takes, beside the files that it wrote before.
+    """Returns a sentence on the disk space and time that preprocessing needs, excluding files that it has already
+    written.
 
-    ValueError if the disk of `out` has too little.
+    ValueError if the disk of `out` has too little space.
     """
     rows = [path.stat().st_size * rows_per_byte(path) for path in raw]
     needed = disk_bytes(rows, model, formats, workers)
@@ -33,9 +34,9 @@ def require_space(out: Path, raw: Sequence[Path], model: ModelConfig, formats: s
     place = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if MARGIN * (needed - present) > free:
-        smaller = "" if formats == "one_hot" else ", or --formats one_hot, which are a sixth as large"
+        smaller = "" if formats == "one_hot" else ", or --formats one_hot, whose files are a sixth as large"
         raise ValueError(
-            f"{out} has {free / 1e9:.1f} GB free, and about {(needed - present) / 1e9:.1f} GB will be needed for "
+            f"{out} has {free / 1e9:.1f} GB free, but about {(needed - present) / 1e9:.1f} GB are needed for "
             f"{sum(rows) / 1e6:.1f} million samples: make room, choose another OUT{smaller}"
         )
     return (
@@ -45,7 +46,7 @@ def require_space(out: Path, raw: Sequence[Path], model: ModelConfig, formats: s
 
 
 def seconds(rows: Sequence[float], model: ModelConfig, formats: str, workers: int = 1) -> float:
-    """Returns a rough time of preprocessing days with these numbers of rows, with all workers at work."""
+    """Returns a rough time, in seconds, to preprocess days with these numbers of rows, with all workers busy."""
     of_rows = ROW_SECONDS * sum(rows) / workers
     if formats == "one_hot":
         return of_rows
@@ -62,13 +63,13 @@ def _in_words(time_s: float) -> str:
 
 
 def _rows_kept(rows: Sequence[float], model: ModelConfig) -> list[int]:
-    """Returns the rows of each expansion table that ids can reach: a sample has one id of each feature, numbered from
-    FIRST_ID."""
+    """Returns the number of rows of each expansion table that ids can reach: a sample has one id per feature, numbered
+    from FIRST_ID."""
     return [min(table_rows, int(sum(rows)) + FIRST_ID) for table_rows in model.rows]
 
 
 def disk_bytes(rows: Sequence[float], model: ModelConfig, formats: str, workers: int = 1) -> float:
-    """Returns the peak of bytes on disk, for days with these numbers of rows.
+    """Returns the peak disk usage in bytes, for days with these numbers of rows.
 
     Scattered rows are removed bucket by bucket as days are written. So usage peaks either before the first day is
     written, or while the last days are: their ids are then on disk twice, in addition to their scattered rows.

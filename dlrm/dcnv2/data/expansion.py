@@ -1,4 +1,4 @@
-"""Expands one id per feature to several, by the seeded tables of the MLPerf reference.
+"""Expands one id per feature to several, with the seeded tables of the MLPerf reference.
 
 The reference (mlcommons/training, recommendation_v2/torchrec_dlrm/multi_hot.py) draws, after np.random.seed(0), one
 table for each feature in turn: row r of a feature is r itself followed by randint(0, rows, size=(rows, hot - 1))[r].
@@ -27,34 +27,34 @@ CHUNK_IDS = 1 << 22
 SKIPPED_WORDS = 1 << 18
 FOLDER = "expansion_tables"
 SHOWN_IDS = 100_000_000
-"""Number of ids from which on drawing shows its progress: they take two seconds or more."""
+"""Minimum number of ids for which drawing shows its progress: it takes two seconds or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpansionTables:
-    """The tables of one model: `rows[f]` is int32 [rows kept of table f, multi_hot_sizes[f]], None where the size is
+    """The tables of one model: `rows[f]` is int32 [rows kept of table f, multi_hot_sizes[f]], or None if that size is
     1."""
 
     rows: tuple[NDArray[np.int32] | None, ...]
 
     def expand(self, feature: int, ids: NDArray[np.int32], out: NDArray[np.int32]) -> None:
-        """Write the multi-hot ids of `ids` [n], each in [0, rows kept), to `out` [n, multi_hot_size], C-ordered."""
+        """Writes the multi-hot ids of `ids` [n], each in [0, rows kept), to `out` [n, multi_hot_size], C-ordered."""
         table = self.rows[feature]
         if table is None:
             out[:, 0] = ids
-        else:  # Straight to `out`, which mode="raise" would not; without Python's interpreter lock.
+        else:  # Writes straight to `out`, unlike mode="raise", and without Python's interpreter lock.
             np.take(table, ids, axis=0, out=out, mode="clip")
 
 
 def open_expansion_tables(
     directory: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int] | None = None
 ) -> ExpansionTables:
-    """Maps the tables of a model from `directory`/expansion_tables, drawing them first where they are missing.
+    """Maps the tables of a model from `directory`/expansion_tables, drawing them first if they are missing.
 
-    They depend on all rows and sizes together (one random sequence runs through them), so each model has its own
-    folder. It appears by a rename when complete. One process draws while others that ask for the same wait. kept: only
-    the first rows of each table, for ids known to be below; None for all rows. ValueError where tables are missing and
-    the directory cannot be written.
+    They depend on all rows and sizes together (one random sequence produces all tables), so each model has its own
+    folder. It appears by a rename when complete. One process draws while others that need the same tables wait. kept:
+    number of first rows to keep of each table, if all ids are known to be below it; None for all rows. ValueError if
+    tables are missing and the directory cannot be written.
     """
     what = ["whole rows", list(rows), list(multi_hot_sizes), *([] if kept is None else [list(kept)])]
     folder = directory / FOLDER / hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
@@ -80,9 +80,9 @@ def draw_tables(
 ) -> Iterator[Iterator[NDArray[np.int32]]]:
     """Yields the reference's tables in order, each as consecutive pieces [n, hot] of its first `kept` rows.
 
-    A table's pieces must be used up before the next table is asked for, which skips the rows that are not kept.
-    advance: called with the number of ids skipped. Drawing int32 in pieces gives the numbers of the reference's single
-    int64 draw: RandomState spends one 32-bit word on each try for any range below 2^32.
+    A table's pieces must be consumed before the next table is requested, which skips the rows that are not kept.
+    advance: called with the number of ids skipped. Drawing int32 in pieces gives the same numbers as the reference's
+    single int64 draw: RandomState spends one 32-bit word per attempt for any range below 2^32.
     """
     rng = np.random.RandomState(REFERENCE_SEED)
 
@@ -101,11 +101,10 @@ def draw_tables(
 
 
 def _skip(rng: np.random.RandomState, high: int, count: int, advance: Advance) -> None:
-    """Advances `rng` as randint(0, high, size=count) does, in a third of its time.
+    """Advances `rng` like randint(0, high, size=count), in a third of its time.
 
-    randint masks a 32-bit word to the bits of high - 1, and takes another one where the result is not below high; where
-    high is 1 it takes none. A word gives one number at most, so taking a word for each missing number never takes too
-    many.
+    randint masks a 32-bit word to the bits of high - 1 and retries if the result is not below high; if high is 1 it
+    takes no word. A word gives at most one number, so taking one word per missing number never takes too many.
     """
     mask = (1 << (high - 1).bit_length()) - 1
     while count and mask:
@@ -118,11 +117,11 @@ def _skip(rng: np.random.RandomState, high: int, count: int, advance: Advance) -
 def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int]) -> None:
     folder.parent.mkdir(exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
-        if folder.exists():  # Another process finished it while this one waited.
+        if folder.exists():  # Another process finished it in the meantime.
             return
         title = f"draw the tables that expand 1-hot ids, {_gb(kept, multi_hot_sizes):.1f} GB, once for {folder.parent}"
         partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # What a killed process left; nobody else works here now.
+        shutil.rmtree(partial, ignore_errors=True)  # Left by a killed process; nobody else works here now.
         partial.mkdir()
         drawn = [feature for feature, hot in enumerate(multi_hot_sizes) if hot > 1]
         last = max(drawn, default=-1)
@@ -140,7 +139,7 @@ def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], k
 
 
 def kept_ids(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> Iterator[int]:
-    """Yields the ids of each table that is kept on disk."""
+    """Yields the number of ids of each table that is kept on disk."""
     return (r * hot for r, hot in zip(rows, multi_hot_sizes, strict=True) if hot > 1)
 
 
@@ -149,13 +148,13 @@ def _gb(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> float:
 
 
 def _shown(title: str, ids: int) -> AbstractContextManager[Advance]:
-    """Progress on stderr, where it takes long: the tables of small models are there at once."""
+    """Shows progress on stderr if drawing takes long; small models' tables are ready at once."""
     return step(title, ids, "M ids") if ids >= SHOWN_IDS else nullcontext(lambda _: None)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which the system drops when the process dies, however it dies."""
+    """Holds an exclusive lock, which the system releases however the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

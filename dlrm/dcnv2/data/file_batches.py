@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.dcnv2.data.criteo import Day
 
 class FileBatches(Sequence[Batch]):
     """One rank's batches of one pass over days: each is read into its own memory on demand, and its values are checked.
-    For any number of threads."""
+    Thread-safe."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class FileBatches(Sequence[Batch]):
         batch_size: int,
         pin: bool,
     ) -> None:
-        """parts: days, each with how many of its first samples belong to the pass. numbers: of the global batches.
-        pin: page-locked memory."""
+        """parts: days, each with the number of its first samples that belong to the pass. numbers: of the global
+        batches. pin: page-locked memory."""
         assert 0 <= rank < world_size
         self._parts, self._model, self._numbers, self._pin = parts, model, numbers, pin
         self._rank, self._world_size = rank, world_size
@@ -39,9 +39,9 @@ class FileBatches(Sequence[Batch]):
         self._starts = np.array([layout.places["dense"].start, labels_start, *first_ids])
         """First bytes of dense features, labels, and each feature's ids."""
         self._sample_bytes = 4 * np.array([model.dense_in_features, 1, *sizes])
-        # All 32-bit words from the labels on, as unsigned numbers, of which negative ones are large: the start of each
-        # part with its own limit, and the largest number that the part may hold. Padding behind the labels may be
-        # anything.
+        # Checks all 32-bit words from the labels on as unsigned numbers, as which negative ones are large: the start of
+        # each part with a separate limit, and the largest number that the part may hold. Padding after the labels may
+        # be anything.
         limits = {labels_start: 1, layout.places["labels"].stop: 2**32 - 1}
         limits |= {int(first): rows - 1 for first, rows in zip(first_ids, model.rows, strict=True)}
         self._words = (np.array([*limits]) - labels_start) // 4
@@ -57,7 +57,7 @@ class FileBatches(Sequence[Batch]):
     def __getitem__(self, index: slice) -> "FileBatches": ...
 
     def __getitem__(self, index: int | slice) -> "Batch | FileBatches":
-        """Reads batch number `index`, or gives those of a slice unread.
+        """Reads batch number `index`, or returns the batches of a slice unread.
 
         ValueError names file, feature, value and sample of the first bad value.
         """
@@ -70,7 +70,7 @@ class FileBatches(Sequence[Batch]):
         return batch
 
     def _fill(self, batch: Batch, start: int) -> None:
-        """Fill a batch with samples from position `start` of the concatenated parts, and pad where these end."""
+        """Fills a batch with samples from position `start` of the concatenated parts, and pads past their end."""
         memory = batch.storage.numpy()
         size = self._layout.batch_size
         read = []
@@ -90,23 +90,23 @@ class FileBatches(Sequence[Batch]):
             for day, first, begin, count in read:
                 dense, labels, *ids = self._arrays(memory, begin, count)
                 day.check_values(first, dense, labels[:, 0], ids)
-            raise AssertionError("check_values finds nothing")
+            raise AssertionError("check_values found nothing")
         labels = memory[self._layout.places["labels"]]
         labels.view(np.float32)[:] = labels.view(np.int32)
 
     def _plausible(self, memory: NDArray[np.uint8]) -> bool:
         """Whether Day.check_values finds nothing.
 
-        In two passes, over all words but the dense features and over these: each pass gives Python's interpreter lock
-        up and has to win it back. No sum of finite float32 numbers exceeds float64's range.
+        Uses two passes, one over the dense features and one over all other words: each pass releases Python's
+        interpreter lock and has to reacquire it. No sum of finite float32 numbers exceeds float64's range.
         """
         largest = np.maximum.reduceat(memory[self._layout.places["labels"].start :].view(np.uint32), self._words)
         dense = memory[self._layout.places["dense"]].view(np.float32).sum(dtype=np.float64)
         return math.isfinite(dense) and bool((largest <= self._largest).all())
 
     def _arrays(self, memory: NDArray[np.uint8], begin: int, count: int) -> list[NDArray[Any]]:
-        """Samples [begin, begin + count) of a batch: dense [n, dense_in_features], labels [n, 1] as they are in files,
-        and ids [n, multi_hot_sizes[f]] of each feature."""
+        """Returns samples [begin, begin + count) of a batch: dense [n, dense_in_features], labels [n, 1] as in the
+        files, and ids [n, multi_hot_sizes[f]] of each feature."""
         arrays = []
         for i, (start, size) in enumerate(zip(self._starts, self._sample_bytes, strict=True)):
             part = memory[start + begin * size : start + (begin + count) * size]

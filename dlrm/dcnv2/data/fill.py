@@ -1,7 +1,8 @@
 """Fills a directory with multi-hot day files for measurements: dlrm-bench data fill DIR --gb 20
 
-Samples are those of --data.source random: ids distributed and repeated like MLPerf's, with unpredictable labels. Each
-day is written by a separate process, so that 20 GB take seconds; a planted set, which a model can learn, takes hours.
+Samples are like those of --data.source random: ids distributed and repeated like MLPerf's, with unpredictable labels.
+Each day is written by a separate process, so that 20 GB take seconds; a planted set, which a model can learn, takes
+hours.
 """
 
 import multiprocessing
@@ -38,7 +39,7 @@ class FillConfig:
     """Day files of random samples."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Directory to make; it must be empty or not exist."""
+    """Directory to write; it must be empty or not exist."""
     preset: str = "mlperf-dcnv2"
     """The preset whose tables and multi-hot sizes the files fit."""
     table_scale: float | None = None
@@ -46,11 +47,11 @@ class FillConfig:
     gb: float = 20.0
     """Size of all files together."""
     days: int = 8
-    """Number of days, equally large; half of the last one evaluates (--data.train-days is one less)."""
+    """Number of equally large days; half of the last one evaluates (--data.train-days is one less)."""
     seed: int = 0
     """Seed of the samples."""
     skew: float = 1.05
-    """Zipf exponent of each feature's first id, as --data.random-skew."""
+    """Zipf exponent of each feature's first id, like --data.random-skew."""
 
     def __post_init__(self) -> None:
         if self.days < 2:
@@ -60,7 +61,7 @@ class FillConfig:
 
 
 def fill(config: FillConfig) -> Manifest:
-    """Write the files; ValueError if the directory holds anything."""
+    """Writes the files; ValueError if the directory is not empty."""
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
     directory = config.directory

@@ -17,19 +17,19 @@ from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 MANIFEST = "manifest.json"
 MARKER = "generating.lock"
-"""Stands in the directory from before the first day file until after the manifest."""
+"""Exists in the directory from before the first day file is written until after the manifest is."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A full disk, a full quota, and a limit on the size of files."""
+"""A full disk, an exhausted quota, and a file size limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Written last, so day files beside a manifest are complete."""
+    """A data set's manifest; written last, so day files beside it are complete."""
 
     parameters: dict[str, Any]
     """Parameters of the generator; equal parameters give equal files."""
     rows: list[int]
-    """Number of rows of each table: ids are smaller."""
+    """Number of rows of each table; all ids are smaller."""
     multi_hot_sizes: list[int]
     """Ids per sample of each feature."""
     dense_in_features: int
@@ -41,13 +41,13 @@ class Manifest:
     eval_samples: int
     """Samples of the last day's first half."""
     best_auc: float | None
-    """AUC of the true probabilities on the evaluation samples, which no model exceeds but by luck; None where it is
+    """AUC of the true probabilities on the evaluation samples, which a model exceeds only by chance; None if
     unknown."""
     files: dict[str, Checksum] = field(default_factory=dict)
-    """The day files by name; empty in manifests from before there were checksums."""
+    """The day files by name; empty in manifests older than the checksums."""
 
     def write(self, directory: Path) -> None:
-        """Appears complete or not at all."""
+        """Writes the manifest atomically."""
         partial = directory / f"{MANIFEST}.partial"
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
         os.replace(partial, directory / MANIFEST)
@@ -55,7 +55,7 @@ class Manifest:
     def check_model(self, directory: Path, model: ModelConfig, one_hot: bool) -> None:
         """ValueError if the data set was made for tables or features other than the model's.
 
-        1-hot ids serve any tables, except where the best AUC is that of the ids expanded by these.
+        1-hot ids fit any tables, unless the best AUC depends on the tables that expand them.
         """
         pairs = [("dense features", "--model.dense-in-features", [self.dense_in_features], [model.dense_in_features])]
         if not one_hot or self.best_auc is not None:
@@ -72,7 +72,7 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Returns the manifest of a directory, None without one; ValueError if it cannot be understood."""
+    """Returns the manifest of a directory, None without one; ValueError if it cannot be parsed."""
     path = directory / MANIFEST
     if not path.exists():
         return None
@@ -86,7 +86,7 @@ def read_manifest(directory: Path) -> Manifest | None:
             _check_types(sums)
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        # The error about bytes that are no text would print all of them.
+        # The error's own message about bytes that are not text would print all of them.
         why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else repr(error)
         raise ValueError(
             f"{path}: is not a manifest of this program ({why}): choose another directory, or remove this file and the "
@@ -95,7 +95,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def _check_types(of: Manifest | Checksum) -> None:
-    """TypeError for a field of another type."""
+    """Raises TypeError for a field of the wrong type."""
     for name, kind in get_type_hints(type(of)).items():
         value = getattr(of, name)
         if not _has_type(value, kind):
@@ -115,9 +115,9 @@ def _has_type(value: Any, kind: Any) -> bool:
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
     """Marks the directory as unfinished until the body ends without an error; ValueError if another process is writing
-    it, or the disk is full.
+    to it, or the disk is full.
 
-    The marker stays when the writer is interrupted, and warns the next one that day files may be leftovers.
+    If the writer is interrupted, the marker remains and warns the next writer that day files may be leftovers.
     """
     with (directory / MARKER).open("a") as marker:
         try:
@@ -133,7 +133,7 @@ def sole_writer(directory: Path) -> Iterator[None]:
                 raise
             free = shutil.disk_usage(directory).free / 1e9
             raise ValueError(
-                f"{directory} takes no more ({error.strerror}; {free:.1f} GB are free): make room, or choose another "
+                f"cannot write to {directory} ({error.strerror}; {free:.1f} GB are free): make room, or choose another "
                 "directory"
             ) from error
         (directory / MARKER).unlink(missing_ok=True)

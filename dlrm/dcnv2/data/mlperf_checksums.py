@@ -1,4 +1,4 @@
-"""MD5 sums of MLPerf's files, by name, as the reference gives them for md5sum -c.
+"""MD5 sums of MLPerf's files, by name, from the reference's lists for md5sum -c.
 
 mlcommons/training, recommendation_v2/torchrec_dlrm: md5sums_preprocessed_criteo_click_logs_dataset.txt (dense, labels
 and 1-hot ids) and md5sums_MLPerf_v2_synthetic_multi_hot_sparse_dataset.txt.
@@ -6,7 +6,7 @@ and 1-hot ids) and md5sums_MLPerf_v2_synthetic_multi_hot_sparse_dataset.txt.
 
 _KINDS = ("dense.npy", "labels.npy", "sparse.npy", "sparse_multi_hot.npz")
 
-# A row a day: of its dense features, labels, 1-hot and multi-hot ids.
+# One row per day: dense features, labels, 1-hot and multi-hot ids.
 # fmt: off
 _SUMS = (
     ("427113b0c4d85a8fceaf793457302067", "4db255ce4388893e7aa1dcf157077975",

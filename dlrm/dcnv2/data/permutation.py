@@ -1,4 +1,4 @@
-"""numpy's seeded shuffle of more rows than fit in memory: each row's destination, found block by block on disk.
+"""numpy's seeded shuffle of more rows than fit in memory: computes each row's destination block by block on disk.
 
 The reference shuffles with np.random.seed(0); np.random.shuffle(array), which is, for i from n - 1 down to 1: draw j
 from [0, i] and swap rows i and j. Even the permutation alone of 4.2 billion rows, in 32 bits, is 16.8 GB, read and
@@ -19,20 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_ROWS = 1 << 23
-"""Positions of a block. The lowest block gets the most steps, 1 + log(rows / BLOCK_ROWS) of them a position, and each
-takes about 60 bytes of memory."""
+"""Positions per block. The lowest block gets the most steps, 1 + log(rows / BLOCK_ROWS) per position; each step takes
+about 60 bytes of memory."""
 MOST_ROWS = (1 << 32) - 1
 
 Rows = NDArray[np.uint32]
 
 
 def write_destinations(path: Path, rows: int, seed: int, advance: Callable[[int], None]) -> None:
-    """Write uint32 [rows] to `path`: where RandomState(seed).shuffle puts each row of an array of `rows` rows.
+    """Writes uint32 [rows] to `path`: the destination of each row in RandomState(seed).shuffle of `rows` rows.
 
-    Works in the folder `path`.steps, on up to 20 bytes a row of disk; advance(n) is called after each n steps.
+    Works in the folder `path`.steps, with up to 20 bytes of disk per row; calls advance(n) after each n steps.
     """
     if not 0 < rows <= MOST_ROWS:
-        raise ValueError(f"{rows} training rows: a shuffle takes from 1 to {MOST_ROWS}")
+        raise ValueError(f"{rows} training rows: a shuffle needs from 1 to {MOST_ROWS}")
     folder = path.with_suffix(".steps")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -58,8 +58,8 @@ def _drawn(rows: int, seed: int) -> Iterator[Rows]:
     """Yields the j of the steps i of each block, from the highest block on, i ascending; 0 for step 0, which does not
     exist.
 
-    RandomState.randint with one bound for each number and numpy's shuffle reject in the same way: both take the next 32
-    bits, masked to the bound's width, until they do not exceed it.
+    RandomState.randint with one bound per number and numpy's shuffle reject alike: both take the next 32 bits, masked
+    to the bound's width, until they do not exceed it.
     """
     random = np.random.RandomState(seed)
     for block in reversed(range(-(-rows // BLOCK_ROWS))):
@@ -70,14 +70,14 @@ def _drawn(rows: int, seed: int) -> Iterator[Rows]:
 
 
 def _run_block(folder: Path, low: int, high: int, drawn: Rows) -> None:
-    """The steps `low` to `high` - 1, which drew `drawn` [high - low]: settles all positions of the block."""
+    """Runs steps `low` to `high` - 1, which drew `drawn` [high - low]: settles all positions of the block."""
     steps = np.arange(low, high, dtype=np.uint32)
     inside = np.flatnonzero((drawn >= low) & (drawn < steps))[::-1]
     outside = np.flatnonzero(drawn < low)[::-1]
     sent_to, sent_by, sent = _take(folder / f"sent_{low // BLOCK_ROWS}", 3)
     value = _values(low, high, drawn, inside, sent_to, sent)
 
-    # All messages to this block, by position and then in the order of the steps: each takes its predecessor's value.
+    # All messages to this block, ordered by position, then step: each takes its predecessor's value.
     to = np.concatenate([sent_to, drawn[inside]])
     by = np.concatenate([sent_by, steps[inside]])
     left = np.concatenate([sent, value[inside]])
@@ -97,13 +97,13 @@ def _run_block(folder: Path, low: int, high: int, drawn: Rows) -> None:
 
 
 def _values(low: int, high: int, drawn: Rows, inside: NDArray[np.int64], sent_to: Rows, sent: Rows) -> Rows:
-    """value(i) of the steps of a block [high - low].
+    """Returns value(i) of the steps of a block, [high - low].
 
-    inside: steps, less `low`, that drew a lower position of the block, descending. sent_to, sent: what higher blocks
-    sent, in the order of their steps.
+    inside: steps, minus `low`, that drew a lower position of the block, descending. sent_to, sent: messages from
+    higher blocks, in the order of their steps.
     """
     value = np.arange(low, high, dtype=np.uint32)
-    value[sent_to - np.uint32(low)] = sent  # Of several for one position the last one stays.
+    value[sent_to - np.uint32(low)] = sent  # Of several messages to one position, the last one stays.
     source = np.arange(high - low, dtype=np.uint32)
     source[drawn[inside] - np.uint32(low)] = inside  # Likewise, and any step of the block comes after those above it.
     while True:
@@ -114,7 +114,7 @@ def _values(low: int, high: int, drawn: Rows, inside: NDArray[np.int64], sent_to
 
 
 def _stable_order(keys: Rows) -> NDArray[np.int64]:
-    """The stable order of 32-bit keys, by two passes of numpy's radix sort, which takes 16 bits."""
+    """Returns the stable order of 32-bit keys, by two passes of numpy's radix sort, which handles 16 bits."""
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     high = (keys >> np.uint32(16)).astype(np.uint16)
     return order[np.argsort(high[order], kind="stable")]

@@ -33,7 +33,7 @@ from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 CHUNK = 1 << 15  # Samples generated at a time.
-MOST = 100  # Of skew and signal: far beyond any use, and nothing overflows.
+MOST = 100  # Maximum of skew and signal: far beyond any use, yet nothing overflows.
 GENERATOR_VERSION = 1  # Raised when equal parameters would give other files.
 DAY_FILE = re.compile(r"day_\d+(|\.gz|_dense\.npy|_labels\.npy|_sparse\.npy|_sparse_multi_hot\.npz)")
 
@@ -43,7 +43,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PlantedConfig:
-    """A data set with a known best AUC, for training that should get somewhere."""
+    """A data set with a known best AUC, for runs that train to a target AUC."""
 
     preset: str = "smoke"
     """The preset whose tables and multi-hot sizes the data fits."""
@@ -58,9 +58,9 @@ class PlantedConfig:
     seed: int = 0
     """Seed of teacher and samples."""
     skew: float = 1.05
-    """Zipf exponent of each feature's first id; 0 is uniform. The expansion tables decide the other ids."""
+    """Zipf exponent of each feature's first id; 0 is uniform. The expansion tables determine the other ids."""
     signal: float = 2.0
-    """Standard deviation of the teacher's logit: the larger, the higher the best AUC."""
+    """Standard deviation of the teacher's logit; a larger one gives a higher best AUC."""
     base_rate: float = 0.25
     """Share of samples with label 1."""
     raw: Literal["tsv", "tsv.gz"] | None = None
@@ -69,7 +69,7 @@ class PlantedConfig:
     """Replace a data set that this program made with other parameters."""
 
     def __post_init__(self) -> None:
-        # Half a day, rounded up, evaluates: a single sample would have no AUC.
+        # Half a day, rounded up, evaluates: the AUC of a single sample is undefined.
         for flag, least in (("samples_per_day", 3), ("days", 2), ("seed", 0)):
             value = getattr(self, flag)
             if value is not None and value < least:
@@ -84,9 +84,9 @@ class PlantedConfig:
 def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
     """Writes the data set unless it exists; returns its directory, its manifest, and whether it was written.
 
-    ValueError where the directory holds anything else: other parameters (without --overwrite), day files of unknown
-    origin, or a generator at work. Files of an interrupted generator are removed. Needs about 120 bytes of memory for
-    each sample of a day.
+    ValueError if the directory holds anything else: a data set with other parameters (without --overwrite), day files
+    of unknown origin, or a running generator. Removes files of an interrupted generator. Needs about 120 bytes of
+    memory per sample of a day.
     """
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
@@ -97,7 +97,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
     if config.raw and (model.dense_in_features, model.num_features) != (DENSE_FIELDS, HASH_FIELDS):
         raise ValueError(
             f"--raw {config.raw}: Criteo's raw days have {DENSE_FIELDS} dense and {HASH_FIELDS} categorical features, "
-            f"preset {config.preset} {model.dense_in_features} and {model.num_features}: choose another --preset"
+            f"preset {config.preset} has {model.dense_in_features} and {model.num_features}: choose another --preset"
         )
     parameters = _parameters(config, model, days)
     if not (path / MARKER).exists():
@@ -107,7 +107,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
             raise ValueError(f"{path} holds day files that this program did not make: choose another --path")
     path.mkdir(parents=True, exist_ok=True)
     with sole_writer(path):
-        # Another generator may have finished meanwhile, or an interrupted one had removed all but its marker.
+        # Another generator may have finished in the meantime, or an interrupted one may have left only its marker.
         if manifest := _finished(path, parameters, config.overwrite):
             return path, manifest, False
         _clean(path)
@@ -125,12 +125,12 @@ def _parameters(config: PlantedConfig, model: ModelConfig, days: int) -> dict[st
         "dense_in_features": model.dense_in_features,
         "days": days,
         **{name: getattr(config, name) for name in ("samples_per_day", "seed", "skew", "signal", "base_rate")},
-        **({} if config.raw is None else {"raw": config.raw}),  # Sets from before there was a choice have no such key.
+        **({} if config.raw is None else {"raw": config.raw}),  # Older sets, made before --raw existed, lack this key.
     }
 
 
 def _finished(path: Path, parameters: dict[str, Any], overwrite: bool) -> Manifest | None:
-    """The manifest of the data set if it is complete and as wanted; ValueError if it is another that must stay."""
+    """Returns the manifest of the requested data set if complete; ValueError for another set that must not be lost."""
     manifest = read_manifest(path)
     if manifest is None or manifest.parameters == parameters:
         return manifest
@@ -149,7 +149,7 @@ def _day_files(path: Path) -> list[Path]:
 
 
 def _clean(path: Path) -> None:
-    """Remove an earlier data set, the manifest first: without it nothing looks complete."""
+    """Removes an earlier data set, the manifest first: without a manifest nothing looks complete."""
     (path / MANIFEST).unlink(missing_ok=True)
     for file in _day_files(path):
         file.unlink()
@@ -174,8 +174,8 @@ def _write(path: Path, config: PlantedConfig, model: ModelConfig, days: int, par
     if not 0 < labels[:eval_samples].sum() < eval_samples:
         enough = math.ceil(20 / min(config.base_rate, 1 - config.base_rate))
         raise ValueError(
-            f"--samples-per-day is {samples}: all {eval_samples} evaluation samples have label {labels[0]}, and no "
-            f"AUC; choose at least {enough}, or another --base-rate, --signal or --seed"
+            f"--samples-per-day is {samples}: all {eval_samples} evaluation samples have label {labels[0]}, so the AUC "
+            f"is undefined; choose at least {enough}, or another --base-rate, --signal or --seed"
         )
     return Manifest(
         parameters=parameters,
@@ -222,7 +222,7 @@ def _write_day(
         return [raw], labels
     paths = [first, criteo.one_hot_file(path, day), criteo.labels_file(path, day), criteo.multi_hot_file(path, day)]
     for file_path, array in ((paths[1], one_hot), (paths[2], labels[:, None])):
-        with file_path.open("wb") as file:  # np.save would not say of a full disk that it is full
+        with file_path.open("wb") as file:  # np.save would not report that the disk is full
             write_header(file, array.dtype, array.shape)
             file.write(array.data)
     criteo.write_multi_hot(paths[3], one_hot, model.multi_hot_sizes, tables)
@@ -230,7 +230,7 @@ def _write_day(
 
 
 def _draw(rng: np.random.Generator, n: int, model: ModelConfig, skew: float) -> tuple[Floats, Ids]:
-    """Dense features [n, dense_in_features] and first ids [n, features]."""
+    """Returns dense features [n, dense_in_features] and first ids [n, features]."""
     ids = np.stack([zipf_ids(rng, rows, skew, n) for rows in model.rows], axis=1)
     return log_counts(rng, n, model.dense_in_features), ids
 

@@ -1,4 +1,5 @@
-"""Planted samples as raw TSV days, so that everything from Criteo's own format on runs without Criteo's files."""
+"""Planted samples as raw TSV days, so that the whole path from Criteo's raw format on can run without Criteo's
+files."""
 
 import gzip
 from pathlib import Path
@@ -10,26 +11,26 @@ from numpy.typing import NDArray
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_NAMES, HASH_NAMES, NAMES
 
 FACTOR = np.uint32(2654435761)
-"""Odd, so that id -> id * FACTOR mod 2^32 is one to one; it makes hashes of ids, and 0 of id 0."""
+"""Odd, so that id -> id * FACTOR mod 2^32 is one-to-one; it turns ids into hashes, and id 0 into 0."""
 
 
 def raw_file(directory: Path, day: int, zipped: bool) -> Path:
-    """The file of a raw day, as Criteo names them."""
+    """Returns the path of a raw day, with Criteo's file name."""
     return directory / (f"day_{day}.gz" if zipped else f"day_{day}")
 
 
 def open_raw(path: Path) -> IO[bytes]:
-    """Opens a raw day for writing; gzip where its name ends so, with the same bytes at any time."""
+    """Opens a raw day for writing, with gzip if its suffix is .gz; the bytes do not depend on the time."""
     return gzip.GzipFile(path, "wb", compresslevel=1, mtime=0) if path.suffix == ".gz" else path.open("wb")  # type: ignore[return-value]
 
 
 def write_lines(file: IO[bytes], labels: NDArray[np.int32], dense: NDArray[np.float32], ids: NDArray[np.int32]) -> None:
-    """Appends samples, n of them: labels [n], dense features [n, 13] as logarithms log(1 + count), ids [n, 26].
+    """Appends n samples: labels [n], dense features [n, 13] as logarithms log(1 + count), ids [n, 26].
 
-    The lines have the counts, and a hash for each id. Zeros are empty fields, as missing values are: the most frequent
-    id of every feature is one.
+    Lines contain the counts, and a hash for each id. Zeros become empty fields, like missing values: this applies to
+    the most frequent id of every feature.
     """
-    import polars as pl  # here: only raw days need it
+    import polars as pl  # here, because only raw days need it
 
     counts = np.rint(np.expm1(dense.astype(np.float64))).astype(np.int32)
     hashes = ids.astype(np.uint32) * FACTOR
@@ -43,5 +44,5 @@ def write_lines(file: IO[bytes], labels: NDArray[np.int32], dense: NDArray[np.fl
 
 
 def _hexadecimal(numbers: NDArray[np.uint32]) -> NDArray[np.str_]:
-    """Eight digits each."""
+    """Returns each number as eight hexadecimal digits."""
     return np.frombuffer(numbers.astype(">u4").tobytes().hex().encode(), dtype="S8").astype(np.str_)

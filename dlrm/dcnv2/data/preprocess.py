@@ -1,7 +1,7 @@
-"""Criteo's raw days to MLPerf's files: dlrm-bench data preprocess RAW OUT
+"""Converts Criteo's raw days to MLPerf's files: dlrm-bench data preprocess RAW OUT
 
-RAW holds day_0, day_1, ... (or day_0.gz, ...); the last day evaluates. OUT gets both of MLPerf's formats, 1-hot and
-multi-hot, with a manifest of checksums. The files are those of the reference (mlcommons/training, recommendation_v2,
+RAW holds day_0, day_1, ... (or day_0.gz, ...); the last day evaluates. OUT receives both of MLPerf's formats, 1-hot and
+multi-hot, with a manifest of checksums. The files equal the reference's (mlcommons/training, recommendation_v2,
 scripts/process_Criteo_1TB_Click_Logs_dataset.sh and materialize_synthetic_multihot_dataset.py), byte for byte; except
 that the last day's 1-hot ids, which torchrec 1.8 leaves in 64 bits, have 32 like all others.
 
@@ -45,12 +45,12 @@ VERSION = 1  # Raised when equal raw files would give other files.
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PreprocessConfig:
-    """Raw Criteo days to MLPerf's files."""
+    """Converts raw Criteo days to MLPerf's files."""
 
     raw: Annotated[Path, tyro.conf.Positional]
     """Directory of the raw days day_0, day_1, ..., plain or gzip (day_0.gz, ...)."""
     out: Annotated[Path, tyro.conf.Positional]
-    """Directory to write; an unfinished result in it is continued."""
+    """Directory to write; unfinished work in it is continued."""
     formats: Literal["both", "one_hot", "multi_hot"] = "both"
     """Ids to write: one per feature (160 bytes per sample), or the multi-hot sizes (912 bytes per sample)."""
     preset: str = "mlperf-dcnv2"
@@ -58,10 +58,10 @@ class PreprocessConfig:
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
     frequency_threshold: int = 0
-    """Hashes that appear less often share one id; up to 1 none do (MLPerf: 0)."""
+    """Hashes that appear less often share one id; with 0 or 1, none do (MLPerf: 0)."""
 
     workers: int = 1
-    """Number of days, or features, worked on at a time, in threads; each takes its own memory."""
+    """Number of days, or features, processed at a time, in threads; each needs its own memory."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -71,9 +71,9 @@ class PreprocessConfig:
 
 
 def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
-    """Write the files unless they are there already; returns their manifest, and whether anything was done.
+    """Writes the files unless they already exist; returns their manifest, and whether anything was done.
 
-    Raises ValueError where raw files are malformed, or the directory holds anything else.
+    Raises ValueError if raw files are malformed, or the directory holds anything else.
     """
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
@@ -86,7 +86,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
         raise ValueError(f"{config.raw} {why_not(config.raw)}: name the directory of the raw days day_0, day_1, ...")
     raw = raw_days(config.raw)
     if len(raw) < 2:
-        raise ValueError(f"{config.raw} has one day only: at least two are needed, as the last one evaluates")
+        raise ValueError(f"{config.raw} has one day only: at least two are needed, because the last one evaluates")
     _check_generated(config.raw, raw)
     parameters = _parameters(config, model, raw)
     if not (config.out / MARKER).exists():
@@ -99,7 +99,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
     print(estimate, file=sys.stderr, flush=True)
     config.out.mkdir(parents=True, exist_ok=True)
     with sole_writer(config.out):
-        if manifest := read_manifest(config.out):  # Of a process that ended just before it removed its marker.
+        if manifest := read_manifest(config.out):  # From a process that ended just before it removed its marker.
             require_equal(config.out, manifest.parameters, parameters)
             shutil.rmtree(config.out / SCRATCH, ignore_errors=True)
             return manifest, False
@@ -110,7 +110,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
 def _check_generated(directory: Path, raw: Sequence[Path]) -> None:
     """Raises ValueError if the raw days are generated ones and have changed since."""
     if (directory / MARKER).exists():
-        raise ValueError(f"{directory} holds an unfinished data set: end 'dlrm-bench data generate' first")
+        raise ValueError(f"{directory} holds an unfinished data set: finish 'dlrm-bench data generate' first")
     if manifest := read_manifest(directory):
         for finding in changed_files(directory, manifest.files, [path.name for path in raw]):
             raise ValueError(finding)

@@ -31,7 +31,7 @@ SCRATCH = "preprocess.partial"
 
 
 def require_equal(path: Path, theirs: dict[str, Any], parameters: dict[str, Any]) -> None:
-    """Raises ValueError if the data in `path` were made, or begun, with other parameters."""
+    """Raises ValueError if the data in `path` were made, or started, with other parameters."""
     for name in {**parameters, **theirs}:
         if parameters.get(name) != theirs.get(name):
             raise ValueError(
@@ -52,9 +52,9 @@ class PreprocessJob:
         parameters: dict[str, Any],
         workers: int = 1,
     ) -> None:
-        """raw: the files of the days. parameters: those that determine the files' content, which must be as before.
+        """raw: the files of the days. parameters: determine the files' content; must equal those of earlier runs.
 
-        workers: number of days or features worked on at a time.
+        workers: number of days or features processed at a time.
         """
         self._raw_directory, self._raw, self._out, self._model = raw_directory, raw, out, model
         self._parameters = parameters
@@ -90,7 +90,7 @@ class PreprocessJob:
         with step("4/5 scatter rows", self._train_rows, "M rows") as advance:
             run_all(self._scatter, self._days[:-1], advance, self._workers)
         if self._formats != "one_hot":
-            self._open_tables()  # now: they are drawn once, whatever number of workers
+            self._open_tables()  # now, so that they are drawn only once, for any number of workers
         with step("5/5 write days", sum(self._rows), "M rows") as advance:
             run_all(self._write, self._days, advance, self._workers)
         return self._finish()
@@ -138,8 +138,8 @@ class PreprocessJob:
                 file.close()
         if largest - smallest + 2 >= 2**31:
             raise ValueError(
-                f"{self._raw[day]}: its integers range from {smallest} to {largest}: log(x - smallest + 2) needs their "
-                "difference to fit 32 bits; correct the line that holds one of them"
+                f"{self._raw[day]}: its integers range from {smallest} to {largest}: for log(x - smallest + 2) their "
+                "difference must fit in 32 bits; correct the line that holds one of them"
             )
         _replace(partial, self._scratch / "parsed" / str(day))
         _write_json(facts, {"rows": rows, "smallest": smallest})
@@ -218,8 +218,8 @@ class PreprocessJob:
             self._remove_gathered(folders)
 
     def _remove_gathered(self, folders: list[Path]) -> None:
-        """Removes the buckets of written days, up to the first unwritten day: it shares a bucket with the last written
-        one."""
+        """Removes the buckets of written days, except the bucket that the last written day shares with the first
+        unwritten one."""
         with self._removal:
             written = 0
             while written < self._last and (self._scratch / "written_days" / f"{written}.json").exists():
@@ -227,7 +227,7 @@ class PreprocessJob:
             remove_gathered(folders, sum(self._rows[:written]))
 
     def _write_day(self, day: int, pieces: Iterator[Words], advance: Advance) -> list[Path]:
-        """Writes a day's files with .partial after their names; returns their final names."""
+        """Writes a day's files with the suffix .partial; returns their final names."""
         rows, formats = self._rows[day], self._formats
         dense, labels = criteo.dense_file(self._out, day), criteo.labels_file(self._out, day)
         one_hot, multi_hot = criteo.one_hot_file(self._out, day), criteo.multi_hot_file(self._out, day)
@@ -250,7 +250,7 @@ class PreprocessJob:
                 if formats != "multi_hot":
                     one_hot_file.write(np.ascontiguousarray(ids).data)
                 if formats != "one_hot":
-                    # By feature, as a zip file has its members, and folded as the reference folds them.
+                    # By feature, like a zip file's members, and folded as in the reference.
                     for feature, table_rows in enumerate(self._model.rows):
                         columns_file.seek(4 * (feature * rows + done))
                         columns_file.write((ids[:, feature] % np.int32(table_rows)).data)
@@ -281,7 +281,7 @@ class PreprocessJob:
         return paths
 
     def _open_tables(self) -> ExpansionTables:
-        """Maps the tables, whole or, where ids do not reach their last rows, the rows that they reach."""
+        """Maps the tables, whole or, if ids do not reach their last rows, only the rows that ids reach."""
         rows, sizes = self._model.rows, self._model.multi_hot_sizes
         kept = [self._rows_reached(feature) if size > 1 else rows[feature] for feature, size in enumerate(sizes)]
         if kept == list(rows):
@@ -289,21 +289,21 @@ class PreprocessJob:
         return open_expansion_tables(self._scratch, rows, sizes, kept)
 
     def _rows_reached(self, feature: int) -> int:
-        """Returns how many of a table's first rows hold all rows that ids of the feature name."""
+        """Returns the number of first rows of a table that covers all of the feature's ids."""
         path = self._scratch / "ids" / f"cat_{feature}" / "largest.json"
-        if not path.exists():  # begun by an earlier version
+        if not path.exists():  # started by an earlier version
             return self._model.rows[feature]
         largest = int(_read_json(path))
-        rounded = int(np.float32(largest))  # training ids are: see _parsed_rows
+        rounded = int(np.float32(largest))  # training ids are rounded: see _parsed_rows
         return min(self._model.rows[feature], max(largest, rounded) + 1)
 
     def _parsed(self, day: int, name: str) -> Path:
         return self._scratch / "parsed" / str(day) / name
 
     def _parsed_rows(self, day: int) -> Iterator[Words]:
-        """A day's rows in the order of the raw file, each [n, COLUMNS], as the reference has them before it shuffles.
+        """Yields a day's rows in raw-file order, each piece [n, COLUMNS], as the reference has them before shuffling.
 
-        It shuffles all columns as float32, and so rounds training ids past 2^24 to multiples of 2, 4, ...
+        The reference shuffles all columns as float32, and so rounds training ids past 2^24 to multiples of 2, 4, ...
         """
         smallest = np.int32(self._facts[day]["smallest"])
         ids = [_pieces(self._scratch / "ids" / f"cat_{feature}" / str(day), np.int32) for feature in range(HASH_FIELDS)]
@@ -325,12 +325,12 @@ class PreprocessJob:
 
 
 def log_dense(dense: NDArray[np.int32], smallest: np.int32) -> NDArray[np.float32]:
-    """log(x - smallest + 2) of a day's integers, `smallest` the least of them (BinaryCriteoUtils.tsv_to_npys)."""
+    """Returns log(x - smallest + 2) of a day's integers, `smallest` their minimum (BinaryCriteoUtils.tsv_to_npys)."""
     return np.log(dense - (smallest - 2), dtype=np.float32)
 
 
 def _pieces(path: Path, dtype: type[np.generic], columns: int = 1) -> Iterator[NDArray[Any]]:
-    """A file of bare numbers, ROWS_AT_ONCE rows at a time."""
+    """Yields a file of raw numbers, ROWS_AT_ONCE rows at a time."""
     with path.open("rb") as file:
         while len(piece := np.fromfile(file, dtype=dtype, count=ROWS_AT_ONCE * columns)):
             yield piece

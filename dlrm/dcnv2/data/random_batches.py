@@ -18,9 +18,9 @@ class RandomDataset:
 
     The first id of a feature is skewed. With random_ids "expanded" the others are a fixed function of it, for all
     seeds, ranks and batches, as in MLPerf's files (expansion.py): uniform over the table if each first id counts once,
-    yet repeated as often as the first id is. The numbers are not those of MLPerf's tables, which take 23.9 GB and
-    minutes to draw: a hash of (feature, first id, position) has the same statistics and takes no memory. With "uniform"
-    the others are drawn anew for each sample, and name about twice as many distinct rows.
+    yet repeated as often as the first id. They differ from MLPerf's tables, which take 23.9 GB and minutes to draw: a
+    hash of (feature, first id, position) has the same statistics and takes no memory. With "uniform" the others are
+    drawn independently for each sample, which gives about twice as many distinct rows.
     """
 
     train_samples: int | None = None
@@ -33,14 +33,14 @@ class RandomDataset:
         self._seed = seed
 
     def train_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
-        """Draws `random_batches` batches now, from (seed, rank), and yields these same objects in turn without end."""
+        """Draws `random_batches` batches now, from (seed, rank), and yields these objects in turn without end."""
         assert 0 <= rank < world_size
         rng = np.random.Generator(np.random.SFC64([self._seed, rank]))
         pool = [self._draw(rng, local_batch_size, pin) for _ in range(self._data.random_batches)]
         return cycle(pool)
 
     def eval_batches(self, rank: int, world_size: int, local_batch_size: int, pin: bool = False) -> Iterator[Batch]:
-        """ValueError: random labels have nothing to evaluate."""
+        """Raises ValueError: random labels cannot be evaluated."""
         raise ValueError("--data.source random has no evaluation samples: choose multi_hot or one_hot")
 
     def _draw(self, rng: np.random.Generator, batch_size: int, pin: bool) -> Batch:

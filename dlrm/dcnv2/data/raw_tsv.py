@@ -1,8 +1,8 @@
-"""Criteo's raw click logs: one line of 40 tab-separated fields a sample, in blocks of bounded size.
+"""Criteo's raw click logs: one line of 40 tab-separated fields per sample, read in blocks of bounded size.
 
 A line is the label (0 or 1), 13 integers, and 26 hashes of up to 8 hexadecimal digits; an empty field means 0. Files
-are plain or gzip, recognised by their first bytes. polars parses; missing fields, which it would fill up, are detected
-by counting, and an error is then located line by line.
+are plain or gzip, recognised by their first bytes. polars parses them. It would fill in missing fields, so these are
+detected by counting, and an error is then located line by line.
 """
 
 import gzip
@@ -22,9 +22,9 @@ from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 DENSE_FIELDS = 13
 HASH_FIELDS = 26
 BLOCK_BYTES = 1 << 26
-"""Bytes of text parsed at a time; they and what polars makes of them take about eight times as much memory."""
+"""Bytes of text parsed at a time; text and parsed data together take about eight times as much memory."""
 SAMPLE_BYTES = 1 << 22
-"""Bytes of text by which a day's rows are estimated."""
+"""Bytes of text from which a day's number of rows is estimated."""
 
 DENSE_NAMES = [f"int_{field}" for field in range(DENSE_FIELDS)]
 HASH_NAMES = [f"cat_{field}" for field in range(HASH_FIELDS)]
@@ -45,13 +45,13 @@ class Block:
     hashes: list[NDArray[np.uint32]]
     """26 times [n]."""
     file_bytes: int
-    """Number of bytes of the file read so far, compressed ones of a gzip file."""
+    """Number of bytes of the file read so far; compressed bytes for a gzip file."""
 
 
 def raw_days(raw: Path) -> list[Path]:
     """Returns the files day_0, day_1, ... of a folder, each plain or with .gz, up to the first gap.
 
-    ValueError if there is none, a day exists twice, or one is missing before a later one.
+    ValueError if there is none, if a day exists twice, or if a day before a later one is missing.
     """
     found: dict[int, Path] = {}
     for path in sorted(raw.iterdir()):
@@ -59,8 +59,8 @@ def raw_days(raw: Path) -> list[Path]:
             day = int(match[1])
             if day in found:
                 raise ValueError(f"{raw} has {found[day].name} and {path.name}: remove one of them")
-            if not path.is_file():  # to open a pipe would wait for somebody who writes to it
-                raise ValueError(f"{path} is no regular file: give the raw day as a file, plain or gzip")
+            if not path.is_file():  # opening a pipe would block until another process writes to it
+                raise ValueError(f"{path} is not a regular file: give the raw day as a file, plain or gzip")
             found[day] = path
     if not found:
         raise ValueError(f"{raw} has no files day_0, day_1, ... (or day_0.gz, ...): name the folder of the raw days")
@@ -71,7 +71,7 @@ def raw_days(raw: Path) -> list[Path]:
 
 
 def rows_per_byte(path: Path) -> float:
-    """Rows of a raw day for each byte of its file, by its first few megabytes; ValueError if it cannot be read."""
+    """Returns the rows per byte of a raw day's file, from its first few megabytes; ValueError if it is unreadable."""
     with path.open("rb") as file:
         text = next(_texts(path, file, SAMPLE_BYTES), b"")
         return text.count(b"\n") / max(file.tell() if _is_gzip(path) else len(text), 1)
@@ -83,7 +83,7 @@ def _is_gzip(path: Path) -> bool:
 
 
 def read_blocks(path: Path) -> Iterator[Block]:
-    """Yields the samples of a raw day in order. While one block is used the next one is read and decompressed.
+    """Yields the samples of a raw day in order; reads and decompresses the next block while one is in use.
 
     ValueError names file, line and column of a malformed sample, and the fix.
     """
@@ -102,7 +102,7 @@ def read_blocks(path: Path) -> Iterator[Block]:
 
 
 def _texts(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[bytes]:
-    """Whole lines, about `block_bytes` at a time; the last line ends with a newline even if it does not in the file."""
+    """Yields whole lines, about `block_bytes` at a time; adds a missing newline at the end of the last line."""
     stream: IO[bytes] = gzip.GzipFile(fileobj=file) if _is_gzip(path) else file  # type: ignore[assignment]
     rest = b""
     while True:
@@ -123,7 +123,7 @@ def _texts(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[bytes]:
 
 
 def _parse(path: Path, text: bytes, first_line: int, file_bytes: int) -> Block:
-    import polars as pl  # here: training needs neither raw days nor what reads them
+    import polars as pl  # here, because training needs neither raw days nor polars
 
     schema = pl.Schema({name: pl.String if name in HASH_NAMES else pl.Int32 for name in NAMES})
     symbols = np.frombuffer(text, dtype=np.uint8)
@@ -135,7 +135,7 @@ def _parse(path: Path, text: bytes, first_line: int, file_bytes: int) -> Block:
             raise ValueError(f"{tabs} tabs in {lines} lines")
         table = table.with_columns(pl.col(HASH_NAMES).str.to_integer(base=16, dtype=pl.UInt32)).fill_null(0)
         labels = table["label"].to_numpy()
-        if labels.view(np.uint32).max() > 1:  # Seen as unsigned, negative numbers are large.
+        if labels.view(np.uint32).max() > 1:  # As unsigned numbers, negative ones are large.
             raise ValueError(f"labels from {labels.min()} to {labels.max()}")
     except (pl.exceptions.PolarsError, ValueError) as error:
         _find_malformed(path, text, first_line)
@@ -145,7 +145,7 @@ def _parse(path: Path, text: bytes, first_line: int, file_bytes: int) -> Block:
 
 
 def _find_malformed(path: Path, text: bytes, first_line: int) -> None:
-    """Raises ValueError about the first malformed line, if there is one."""
+    """Raises ValueError about the first malformed line, if any."""
     for line, content in enumerate(text[:-1].split(b"\n"), start=first_line + 1):
         fields = content.removesuffix(b"\r").split(b"\t")
         if len(fields) != len(NAMES):
@@ -163,7 +163,7 @@ def _find_malformed(path: Path, text: bytes, first_line: int) -> None:
 
 
 def _objection(name: str, value: bytes) -> str | None:
-    """Returns the form that a field should have; None if it has it."""
+    """Returns the required form of a field; None if the value has it."""
     if not value:
         return None
     if name in HASH_NAMES:

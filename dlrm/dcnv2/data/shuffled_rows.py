@@ -1,6 +1,6 @@
-"""Whole rows on their way to where a shuffle puts them: scattered to buckets on disk, then gathered bucket by bucket.
+"""Moves whole rows to their shuffled positions: scatters them to buckets on disk, then gathers bucket by bucket.
 
-A row is 40 words of 32 bits (13 dense float32, 26 ids, the label) and, in a bucket, a 41st: its place there.
+A row is 40 words of 32 bits (13 dense float32, 26 ids, the label) and, in a bucket, a 41st: its place in the bucket.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS
 
 COLUMNS = DENSE_FIELDS + HASH_FIELDS + 1
 BUCKET_ROWS = 1 << 23
-"""Number of rows of a bucket; gathering one takes 160 bytes of memory a row, and some more while a day's part of it is
+"""Rows per bucket; gathering a bucket takes 160 bytes of memory per row, and some more while a day's part of it is
 read."""
 
 Words = NDArray[np.uint32]
 
 
 def bucket_file(folder: Path, bucket: int) -> Path:
-    """Returns the file of one source's rows for a bucket."""
+    """Returns the path of one source's rows for a bucket."""
     return folder / f"bucket_{bucket}.rows"
 
 
 def scatter(folder: Path, rows: Words, destinations: NDArray[np.uint32]) -> None:
-    """Appends rows [n, COLUMNS] to the buckets in `folder` of their destinations [n]."""
+    """Appends rows [n, COLUMNS] to the buckets of their destinations [n], in `folder`."""
     buckets = (destinations // np.uint32(BUCKET_ROWS)).astype(np.uint16)
     order = np.argsort(buckets, kind="stable")  # Radix sort, for 16 bits.
     placed = np.empty((len(rows), COLUMNS + 1), dtype=np.uint32)
@@ -40,7 +40,7 @@ def scatter(folder: Path, rows: Words, destinations: NDArray[np.uint32]) -> None
 
 
 def gather(folders: list[Path], bucket: int, total_rows: int) -> Words:
-    """The rows of a bucket [rows, COLUMNS] in their final order, from the folders of all sources."""
+    """Returns the rows of a bucket [rows, COLUMNS] in their final order, from the folders of all sources."""
     rows = np.empty((min(BUCKET_ROWS, total_rows - bucket * BUCKET_ROWS), COLUMNS), dtype=np.uint32)
     found = 0
     for folder in folders:

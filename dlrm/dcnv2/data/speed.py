@@ -2,8 +2,8 @@
 DIR
 
 Each rank reads as in a run: --data.reader-threads threads fill batches, in pinned memory if there is a GPU, and one
-consumer takes them in order. Ranks are processes that begin together. Compare the rate with the samples per second of a
-run; files in the page cache give the reader's rate, --cold the disk's.
+consumer takes them in order. Ranks are processes that start together. Compare the rate with the samples per second of a
+run; with files in the page cache the rate is the reader's, with --cold the disk's.
 """
 
 import multiprocessing
@@ -30,15 +30,15 @@ from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 _barrier: Any = None
-"""Barrier of the ranks, where there are several."""
+"""Barrier of the ranks, if there are several."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SpeedConfig:
-    """Reading, measured."""
+    """Measures reading speed."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Directory of the day files; all of its days but the last are read."""
+    """Directory of the day files; all days but the last are read."""
     preset: str = "mlperf-dcnv2"
     """The preset whose tables and features the files fit."""
     table_scale: float | None = None
@@ -46,11 +46,11 @@ class SpeedConfig:
     source: Literal["multi_hot", "one_hot"] = "multi_hot"
     """Kind of files, as --data.source of the run."""
     local_batch_sizes: tuple[int, ...] = (512, 6912)
-    """Samples of a rank's batch; each is measured in turn."""
+    """Samples of a rank's batch; each size is measured in turn."""
     reader_threads: int = 2
-    """Threads of each rank, as --data.reader-threads."""
+    """Reader threads per rank, like --data.reader-threads."""
     ranks: int = 1
-    """Ranks that read at once."""
+    """Number of ranks that read at once."""
     seconds: float = 3.0
     """Time of each measurement."""
     cold: bool = False
@@ -61,7 +61,7 @@ class SpeedConfig:
             if not getattr(self, flag) > 0:
                 raise ValueError(f"--{flag.replace('_', '-')} is {getattr(self, flag)}: choose more than 0")
         if min(self.local_batch_sizes, default=0) < 1:
-            raise ValueError("--local-batch-sizes: name sizes of at least one sample")
+            raise ValueError("--local-batch-sizes: every size must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Speed:
     batch_us: float
     """Microseconds from batch to batch."""
     cpu_us: float
-    """CPU time of the process for a batch, in microseconds."""
+    """CPU time of the process per batch, in microseconds."""
     gb_per_s: float
-    """GB of the files that come to this rank in a second; of 1-hot files these are expanded."""
+    """GB/s that reach this rank from the files; for 1-hot files, after expansion."""
 
 
 def speed(config: SpeedConfig, local_batch_size: int) -> list[Speed]:
@@ -108,7 +108,7 @@ def _read(rank: int, data: DataConfig, model: ModelConfig, ranks: int, size: int
     pin = torch.cuda.is_available()
     count = 0
     with closing(_over_and_over(dataset, rank, ranks, size, pin, data)) as batches:
-        for _ in islice(batches, 2 * data.prefetch_batches):  # memory is allocated, and threads are at work
+        for _ in islice(batches, 2 * data.prefetch_batches):  # until memory is allocated and all threads are busy
             pass
         if _barrier is not None:
             _barrier.wait()
@@ -136,7 +136,7 @@ def _drop(directory: Path, train_days: int) -> None:
     for path in (kind(directory, day) for day in range(train_days) for kind in kinds):
         if path.exists():
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # what is not on the disk yet would stay
+                os.fsync(file.fileno())  # pages not yet on disk would stay in the cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -10,18 +10,18 @@ Floats = NDArray[np.float32]
 
 INTERACTIONS = 4
 SHARES = (0.25, 0.6, 0.15)
-"""Parts of the logit's variance: dense features, ids, products of a dense feature and an id."""
+"""Shares of the logit's variance: dense features, ids, products of a dense feature and an id."""
 
 
 class Teacher:
     """P(label = 1) = sigmoid(intercept + signal * score), where score has mean 0 and variance about 1.
 
-    The score adds three parts, each scaled to its share of the variance on a first lot of samples:
+    The score adds three parts, each scaled to its share of the variance on an initial set of samples:
     - a linear function of the standardised dense features;
-    - one fixed weight for each id of each feature, summed over the feature's multi-hot ids and divided by the root of
-      their number, as sum pooling with a one-column table could learn;
+    - one fixed weight for each id of each feature, summed over the feature's multi-hot ids and divided by the square
+      root of their number, as sum pooling with a one-column table could learn;
     - for a few features, a second weight of the first id times one dense feature, as a cross layer could learn.
-    Weights of ids are hashes of (seed, feature, id), so tables of any size cost no memory.
+    Weights of ids are hashes of (seed, feature, id), so they take no memory at any table size.
     """
 
     def __init__(self, num_features: int, dense_in_features: int, seed: int) -> None:
@@ -43,7 +43,7 @@ class Teacher:
         self._intercept = 0.0
 
     def calibrate(self, dense: Floats, ids: Sequence[NDArray[np.int32]], *, signal: float, base_rate: float) -> None:
-        """Fits scales and intercept to samples: signal is the logit's standard deviation, base_rate the clicks' share.
+        """Fits scales and intercept to samples: signal is the logit's standard deviation, base_rate the click rate.
 
         dense: [n, dense_in_features]; ids: one [n, hot] for each feature.
         """
@@ -61,16 +61,17 @@ class Teacher:
                 high = self._intercept
 
     def probabilities(self, dense: Floats, ids: Sequence[NDArray[np.int32]]) -> Floats:
-        """P(label = 1) of each sample, float32 [n]; arguments as of `calibrate`, which must come first."""
+        """Returns P(label = 1) of each sample, float32 [n]; arguments as for `calibrate`, which must be called
+        first."""
         return _sigmoid(self._scaled(self._parts(dense, ids)) + self._intercept).astype(np.float32)
 
     def _scaled(self, parts: Floats) -> NDArray[np.float64]:
-        """The logit without its intercept, [n], from the parts [3, n]."""
+        """Returns the logit without its intercept, [n], from the parts [3, n]."""
         scaled: NDArray[np.float64] = self._part_factor @ (parts - self._part_mean[:, None])
         return scaled
 
     def _parts(self, dense: Floats, ids: Sequence[NDArray[np.int32]]) -> Floats:
-        """The three parts of the score before scaling, [3, n]."""
+        """Returns the three parts of the score before scaling, [3, n]."""
         standard = (dense - self._dense_mean) / self._dense_std
         parts = np.zeros((len(SHARES), len(dense)), dtype=np.float32)
         parts[0] = standard @ self._dense_weights

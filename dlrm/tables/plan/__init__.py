@@ -1,1 +1,1 @@
-"""The placement of tables, and of parts of them, on ranks, and its cost."""
+"""The placement of tables and their parts on ranks, and its cost."""

@@ -10,7 +10,7 @@ from dlrm_bench.dlrm.tables.tables import Tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """The sharded tables of a candidate, cut into shards of two widths."""
+    """The sharded tables of a candidate, divided into shards of two widths."""
 
     narrow: Sequence[int]
     wide: Sequence[int]
@@ -19,19 +19,19 @@ class Half:
 
 
 class Choices:
-    """The freedom of the planner under a user's constraints."""
+    """The planner's choices under a user's constraints."""
 
     def __init__(self, tables: Tables, constraints: Constraints, widths: Sequence[int], world_size: int) -> None:
-        """widths: those that shards may have, the whole table's first."""
+        """widths: the possible widths of shards, the whole table's first."""
         self._tables, self._constraints, self._widths = tables, constraints, widths
         self._world_size, self._dim = world_size, tables.columns
         self.everywhere = self._of_kind("row-wise")
-        """Tables of which each rank has a part of the rows."""
+        """Tables that are split by rows over all ranks."""
 
     def check(self, replicate: bool, split_rows: bool) -> None:
-        """Raises ValueError that names the first constraint which no plan of such a run can obey.
+        """Raises ValueError, naming the first constraint that no plan of the run can satisfy.
 
-        replicate, split_rows: whether the run can have tables replicated, and split by rows.
+        replicate, split_rows: whether the run can replicate tables, and split tables by rows.
         """
         for table, constraint in self._constraints.items():
             reason = self._obstacle(table, replicate, split_rows)
@@ -41,11 +41,11 @@ class Choices:
         if len(asked) > 2:
             raise ValueError(
                 f"{FLAG} ask for shards of {', '.join(map(str, asked))} columns: each rank has one width, and "
-                "the ranks of a plan have two at most; choose two"
+                "the ranks of a plan have at most two; choose two"
             )
 
     def replicated(self, most_rows: int) -> tuple[int, ...]:
-        """Returns the tables to replicate: by constraints, and all free ones of `most_rows` rows at most."""
+        """Returns the tables to replicate: those constrained so, and all free ones with at most `most_rows` rows."""
         kinds = ((table, self._kind(table)) for table in range(self._tables.count))
         return tuple(
             table
@@ -58,8 +58,8 @@ class Choices:
         return self._kind(table) is None
 
     def halves(self, costliest: Sequence[int]) -> Iterator[Half]:
-        """Yields the ways to cut tables, given with the costliest first, in two widths: the costliest of those that may
-        be either narrow or wide are narrow, in all numbers. None is narrow beside tables that are everywhere."""
+        """Yields the ways to divide tables, costliest first, into two widths: of those that may be either narrow or
+        wide, the n costliest are narrow, for every n. No table is narrow if any is split over all ranks."""
         sharded = [table for table in costliest if table not in self.everywhere]
         for split, (narrow_width, wide_width) in product(range(len(sharded) + 1), self._pairs()):
             narrow = [table for table in sharded if not self._takes(table, wide_width)]
@@ -75,7 +75,7 @@ class Choices:
             )
 
     def _pairs(self) -> list[tuple[int, int]]:
-        """Returns the pairs of widths to try: any beside whole tables, or beside the width of a constraint."""
+        """Returns the pairs of widths to try: any width with whole tables, or with the width of a constraint."""
         if self.everywhere:
             return [(self._dim, self._dim)]
         asked = {constraint.columns for constraint in self._constraints.values() if constraint.columns}
@@ -90,7 +90,7 @@ class Choices:
         return kind != "column-wise" or width < self._dim
 
     def _width(self, table: int) -> int | None:
-        """Returns the one width that a table's shards may have; None where there are several."""
+        """Returns the only width that a table's shards may have; None if there are several."""
         constraint = self._constraints.get(table)
         if constraint is None or constraint.kind is None or constraint.kind == "data-parallel":
             return None
@@ -104,25 +104,25 @@ class Choices:
         return tuple(table for table in range(self._tables.count) if self._kind(table) == kind)
 
     def _obstacle(self, table: int, replicate: bool, split_rows: bool) -> str | None:
-        """Returns why a table's constraint cannot be obeyed, with the fix; None where it can."""
+        """Returns why a table's constraint cannot be satisfied, with the fix; None if it can."""
         kind, asked, narrower = self._kind(table), self._width(table), self._widths[1:]
         if kind == "data-parallel" and not replicate:
             return (
-                "the static pipeline replicates tables on two ranks or more, under exact Adagrad, with a power of two "
-                "of columns, and not where --peer-memory is on one node: choose another sharding"
+                "the static pipeline replicates tables only on two ranks or more, under exact Adagrad, with a power of "
+                "two columns, and not with --peer-memory on one node: choose another sharding"
             )
         if kind == "row-wise" and not split_rows:
             return (
-                "the static pipeline splits rows on two ranks or more, with --presort-ids, and neither with "
-                "--table-memory nor where --peer-memory is on one node: choose another sharding"
+                "the static pipeline splits rows only on two ranks or more, with --presort-ids, without --table-memory "
+                "and not with --peer-memory on one node: choose another sharding"
             )
         if kind == "row-wise" and self._tables.rows[table] < self._world_size:
             return f"its {self._tables.rows[table]} rows are fewer than {self._world_size} ranks: choose table-wise"
         if kind == "column-wise" and (not narrower or (asked is not None and asked not in narrower)):
             tables = f"tables of {self._dim} columns"
             if not narrower:
-                return f"the static pipeline splits no {tables} with this optimizer: choose table-wise"
+                return f"the static pipeline does not split {tables} with this optimizer: choose table-wise"
             return f"the static pipeline splits {tables} into shards of {', '.join(map(str, narrower))}: choose one"
         if kind == "column-wise" and self.everywhere:
-            return "a row-wise table is on every rank with all columns, and a rank has one width: leave one of them out"
+            return "a row-wise table has all its columns on every rank, and a rank has one width: remove one constraint"
         return None

@@ -1,4 +1,4 @@
-"""A user's own constraints on the placement of single tables, as TorchRec's ParameterConstraints: the words of the flag
+"""A user's constraints on the placement of single tables, like TorchRec's ParameterConstraints: the words of the flag
 `--constraints`.
 
 A word is TABLES=WISH[,WISH]. TABLES are numbers, ranges of numbers or names of tables, separated by commas. A WISH is a
@@ -24,31 +24,31 @@ _FORM = f"write {FLAG} 0,9=column-wise:64 20=table-wise"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConstraint:
-    """The wishes for one table; None leaves the choice to the planner."""
+    """The constraints on one table; None leaves the choice to the planner."""
 
     kind: ShardingKind | None = None
     """table-wise: whole on one rank. column-wise: all rows, in shards of fewer columns. row-wise: all columns, the rows
     spread over all ranks. data-parallel: whole on every rank."""
     columns: int | None = None
-    """Columns of each shard, of a column-wise table."""
+    """Columns of each shard of a column-wise table."""
     device_share: float | None = None
-    """Share of the rows that device memory holds, the others being in host memory."""
+    """Share of the rows that device memory holds; host memory holds the others."""
 
     def __str__(self) -> str:
-        """Returns the wishes as they are written."""
+        """Returns the constraints in the flag's syntax."""
         kind = f"{self.kind}:{self.columns}" if self.columns else self.kind
         share = None if self.device_share is None else f"hbm:{self.device_share:g}"
         return ",".join(filter(None, (kind, share)))
 
 
 Constraints = Mapping[int, TableConstraint]
-"""The constraints by number of the table."""
+"""The constraints by table number."""
 NO_CONSTRAINTS: Constraints = MappingProxyType({})
 
 
 def parse_constraints(words: Sequence[str], tables: Tables) -> Constraints:
-    """Returns the constraints of these words. ValueError names the word that is none, a table that is constrained
-    twice, or columns that do not divide a table's, and refuses constraints on tables that are not pooled."""
+    """Returns the constraints that these words describe. ValueError names a malformed word, a table that is constrained
+    twice, or columns that do not divide a table's, and rejects constraints on tables that are not pooled."""
     constraints: dict[int, TableConstraint] = {}
     for word in words:
         named, equals, wishes = word.partition("=")
@@ -57,7 +57,7 @@ def parse_constraints(words: Sequence[str], tables: Tables) -> Constraints:
         constraint = _wishes(word, wishes.split(","), tables.columns)
         for table in _tables(word, named.split(","), tables):
             if table in constraints:
-                raise ValueError(f"{FLAG} {word}: {tables.names[table]} is constrained already: name it once")
+                raise ValueError(f"{FLAG} {word}: {tables.names[table]} is already constrained: name it once")
             constraints[table] = constraint
     if constraints and not tables.pooled:
         raise ValueError(f"{FLAG}: every pipeline splits the tables of this model by rows over all ranks; leave it out")
@@ -65,7 +65,7 @@ def parse_constraints(words: Sequence[str], tables: Tables) -> Constraints:
 
 
 def described(constraints: Constraints, tables: Tables) -> str:
-    """Returns the constraints in words of the flag, one for each wish, with the tables that it is for."""
+    """Returns the constraints in the flag's syntax, one word per distinct constraint, with its tables."""
     of_wish: dict[str, list[str]] = {}
     for table, constraint in constraints.items():
         of_wish.setdefault(str(constraint), []).append(tables.names[table])
@@ -83,7 +83,7 @@ def _tables(word: str, names: Sequence[str], tables: Tables) -> list[int]:
         first, last = (int(digits[1]), int(digits[2] or digits[1])) if digits else (0, -1)
         if not first <= last < tables.count:
             raise ValueError(
-                f"{FLAG} {word}: {name} is no table: tables are 0 to {tables.count - 1}, or "
+                f"{FLAG} {word}: there is no table {name}: tables are 0 to {tables.count - 1}, or "
                 f"{tables.names[0]} to {tables.names[-1]}"
             )
         numbers += range(first, last + 1)
@@ -91,7 +91,7 @@ def _tables(word: str, names: Sequence[str], tables: Tables) -> list[int]:
 
 
 def _wishes(word: str, wishes: Sequence[str], columns: int) -> TableConstraint:
-    """Returns what the right side of a word asks for, of tables of this number of columns."""
+    """Returns the constraint on the right side of a word, for tables with this number of columns."""
     kind: ShardingKind | None = None
     narrow: int | None = None
     share: float | None = None
@@ -103,9 +103,9 @@ def _wishes(word: str, wishes: Sequence[str], columns: int) -> TableConstraint:
             kind = name
             narrow = _columns(word, value, columns) if colon else None
         elif name in KINDS and kind is None:
-            raise ValueError(f"{FLAG} {word}: {name} takes no number: only column-wise:COLUMNS does")
+            raise ValueError(f"{FLAG} {word}: {name} takes no number, only column-wise:COLUMNS does")
         elif name == "hbm" or name in KINDS:
-            raise ValueError(f"{FLAG} {word}: one sharding type and one hbm:SHARE a table: leave {wish} out")
+            raise ValueError(f"{FLAG} {word}: give each table one sharding type and one hbm:SHARE: leave {wish} out")
         else:
             raise ValueError(f"{FLAG} {word}: {wish!r} is none of {', '.join(KINDS)} and hbm:SHARE: {_FORM}")
     if kind == "data-parallel" and share is not None:
@@ -116,7 +116,7 @@ def _wishes(word: str, wishes: Sequence[str], columns: int) -> TableConstraint:
 def _share(word: str, value: str) -> float:
     share = float(value) if re.fullmatch(r"\d*\.?\d+|\d+\.", value) else -1.0
     if not 0 <= share <= 1:
-        raise ValueError(f"{FLAG} {word}: hbm:{value} is no share of a table's rows: choose 0 to 1")
+        raise ValueError(f"{FLAG} {word}: hbm:{value} is not a share of a table's rows: choose 0 to 1")
     return share
 
 

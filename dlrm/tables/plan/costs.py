@@ -1,6 +1,6 @@
-"""The costs of a plan for each rank: lookup, sort and update of its tables by our kernels, its all-to-alls, its memory.
+"""Costs of a plan for each rank: lookup, sort and update of its tables by our kernels, its all-to-alls, its memory.
 
-The slowest rank sets the pace: everybody waits for its pooled vectors in the all-to-all.
+The slowest rank sets the pace: all ranks wait for its pooled vectors in the all-to-all.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_
 from dlrm_bench.dlrm.tables.tables import Tables
 
 _VECTOR_BYTES = 2
-"""Bytes of an element of the pooled vectors' gradients in bf16, which the update reads once for each id."""
+"""Bytes per element of the pooled vectors' gradients in bf16, which the update reads once for each id."""
 _LEAST_COLUMNS = 32
-"""A lookup reads whole lines of 128 bytes from memory, also of narrower rows."""
+"""A lookup reads whole lines of 128 bytes from memory, even for narrower rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class TableTimes:
     sort: float
     update: float
     picking: float
-    """Finding the ids whose rows this rank has, where tables are split by rows."""
+    """Finding the ids whose rows this rank has, if tables are split by rows."""
 
     @property
     def all(self) -> float:
@@ -43,11 +43,11 @@ def table_times(
     ids: IdStatistics = UNIFORM,
     sharers: int = 1,
 ) -> TableTimes:
-    """Returns the predicted times of one rank's kernels. ids: how often they name the same rows. sharers: number of
-    ranks that share the sort, with this one.
+    """Returns the predicted times of one rank's kernels. ids: how often they repeat rows. sharers: number of ranks
+    that share the sort, including this one.
 
-    Other optimizers than exact Adagrad take less, by much the same share on every rank. A rank that holds a part of a
-    table's rows picks its ids out of those of all its tables first.
+    Optimizers other than exact Adagrad take less, by a similar share on every rank. A rank that holds part of a table's
+    rows first picks its ids from the ids of all its tables.
     """
     parts = [shard_times(shard, tables, global_batch_size, costs, ids) for shard in shards]
     saved = sum(shared_sort_us(shard.table, tables, global_batch_size, costs) for shard in shards) * (1 - 1 / sharers)
@@ -64,9 +64,9 @@ def table_times(
 
 def shard_times(shard: Shard, tables: Tables, global_batch_size: int, costs: GpuCosts, ids: IdStatistics) -> TableTimes:
     """Returns the times that a shard adds to its rank, without picking: for a part of the rows, that share of the whole
-    table's.
+    table's times.
 
-    A row that the batch names comes from memory once for the lookup, and from the cache for its further ids; for the
+    For the lookup, a row that the batch names comes from memory once, and from the cache for its further ids; for the
     update it is read and written with its Adagrad state, and each id's gradient comes from the cache.
     """
     hot, share = tables.hot[shard.table], 1 / shard.row_parts
@@ -97,8 +97,8 @@ def tables_us(
 
 
 def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology, in_tiers: bool = False) -> list[int]:
-    """Returns for each rank the number of ranks that share the sort of its ids: all with the same tables, if on one
-    node, as dlrm/tables/pooled/shared_sort.py does it in peer memory; itself alone where rows are on two tiers."""
+    """Returns, for each rank, the number of ranks that share the sort of its ids: all with the same tables, if on one
+    node, as in dlrm/tables/pooled/shared_sort.py with peer memory; only itself if rows are on two tiers."""
     if in_tiers or topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
         return [1] * len(by_rank)
     held = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
@@ -106,7 +106,7 @@ def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology, in_tier
 
 
 def shared_sort_us(table: int, tables: Tables, global_batch_size: int, costs: GpuCosts) -> float:
-    """Returns the predicted microseconds that a rank saves for a table whose ids others sort and send it, which rather
+    """Returns the predicted microseconds that a rank saves on a table whose ids other ranks sort and send; it then
     receives eight bytes for each id."""
     num_ids = global_batch_size * tables.hot[table]
     return num_ids * (costs.sort_us_per_million_ids / 1e6 - 8 / costs.all_to_all_bytes_per_us)
@@ -129,9 +129,9 @@ def all_to_alls_us(
     """Returns the predicted microseconds of the two all-to-alls of a rank that holds `columns` columns of pooled
     vectors.
 
-    Vectors cross once and their gradients once; a rank's own part does not travel. Inside the node they travel at the
-    GPU's rate, beside those for other nodes at the network's. pooled_bytes: of one pooled element on the wire (2 in
-    bf16, 4 in fp32).
+    Vectors cross once and their gradients once; a rank's own part does not travel. Within the node they travel at the
+    GPU's rate, in parallel with those for other nodes at the network's rate. pooled_bytes: of one pooled element in
+    transit (2 in bf16, 4 in fp32).
     """
     if topology.world_size == 1:
         return 0.0
@@ -145,7 +145,7 @@ class RankLoad:
     """The work and the memory of one rank in a plan."""
 
     tables_us: float
-    """Returns the predicted microseconds of lookup, sort and update in an iteration."""
+    """Predicted microseconds of lookup, sort and update in an iteration."""
     embedding_us: float
     """Time of the tables and of the rank's own all-to-alls."""
     table_bytes: int
@@ -168,7 +168,7 @@ def rank_loads(
     in_tiers: bool = False,
 ) -> list[RankLoad]:
     """Returns the load of each rank. pooled_bytes: as for `all_to_alls_us`. topology: None is one node. ids: how often
-    they name the same rows. in_tiers: whether rows are on two tiers of memory (tier_costs.py has the exchanges)."""
+    they repeat rows. in_tiers: whether rows are on two tiers of memory (tier_costs.py computes the exchanges)."""
     loads, topology = [], topology or Topology.one_node(plan.world_size)
     by_rank = shards_by_rank(plan.shards, plan.world_size)
     for shards, sharers in zip(by_rank, sort_sharers(by_rank, topology, in_tiers), strict=True):
@@ -189,7 +189,7 @@ def rank_loads(
 
 
 def imbalance(times: Sequence[float]) -> float:
-    """Returns the largest by the mean: 1 where all ranks have as much to do."""
+    """Returns the ratio of the maximum to the mean: 1 if all ranks have equal work."""
     return max(times) * len(times) / sum(times)
 
 
@@ -206,8 +206,8 @@ def iteration_us(
     """Returns the predicted microseconds of all ranks' embedding work: the slowest rank's tables and the largest
     all-to-alls. in_tiers: as for `rank_loads`.
 
-    They add up because no rank gets through an all-to-all before all have come to it and the largest sender is done:
-    with 800 of 3328 columns on each of four ranks of eight, at GBS 55296 in bf16, gradients took 300 us, not the 157 us
+    They add up because no rank finishes an all-to-all before all ranks have reached it and the largest sender is done:
+    with 800 of 3328 columns on each of four of eight ranks, at GBS 55296 in bf16, gradients took 300 us, not the 157 us
     of equal shares.
     """
     by_rank = shards_by_rank(shards, topology.world_size)

@@ -1,8 +1,8 @@
-"""The fastest plan of tables in two tiers of memory: of each way to give ranks widths the best placement is improved,
-as shards move between ranks, or two of them change places.
+"""The fastest plan of tables in two tiers of memory: for each assignment of widths to ranks, improves the best
+placement by moving shards between ranks of the same width, or swapping two of them.
 
-There are two things to balance, embedding work and exchanges with host memory. Placed one after the other, MLPerf's
-shards on two ranks at 6,912 samples a GPU take 1.4 times the time that this reaches.
+There are two things to balance, embedding work and exchanges with host memory. When they are balanced one after the
+other, MLPerf's shards on two ranks at 6,912 samples a GPU take 1.4 times as long.
 """
 
 import math
@@ -15,7 +15,7 @@ from dlrm_bench.dlrm.tables.plan.work import Work, beside
 _MOST_STARTS = 24
 _MOST_ROUNDS = 100
 _LEAST_GAIN = 1e-6
-# What all ranks together have to do counts a little, so that one of several equally busy ranks may be relieved first.
+# The total work of all ranks counts a little, so that one of several equally busy ranks can be relieved first.
 _MEAN = 0.01
 
 BytesOf = Callable[[Sequence[Shard]], int]
@@ -26,17 +26,17 @@ _Change = tuple[tuple[int, list[Shard]], tuple[int, list[Shard]]]
 def fastest(
     placed: Iterable[Sequence[Shard]], work: Work, bytes_of: BytesOf, memory_bytes: int | None
 ) -> tuple[tuple[float, tuple[Shard, ...]] | None, float]:
-    """Returns time and shards of the fastest plan that fits, and the least memory of any, of its fullest rank.
+    """Returns time and shards of the fastest plan that fits, and the minimum over plans of the fullest rank's memory.
 
-    placed: the shards of each candidate. bytes_of: weights and state of a rank with these shards. memory_bytes: limit
-    for them; None is no limit.
+    placed: the shards of each candidate. bytes_of: bytes of weights and state of a rank with these shards.
+    memory_bytes: limit for them; None is no limit.
     """
     costs, starts = _Costs(work, bytes_of, memory_bytes), dict[tuple[int, ...], _Ranks]()
     for shards in placed:
         ranks = _Ranks(shards_by_rank(shards, work.world_size), costs)
         if ranks.widths not in starts or ranks.cost < starts[ranks.widths].cost:
             starts[ranks.widths] = ranks
-    # Where all ranks have one width every shard may go to every rank: placed badly, they improve most.
+    # If all ranks have one width, every shard can go to every rank: even badly placed, these improve most.
     chosen = sorted(starts.values(), key=lambda ranks: (len(set(ranks.widths)) > 1, ranks.cost))[:_MOST_STARTS]
     for ranks in chosen:
         ranks.improve()
@@ -56,7 +56,7 @@ class _RankCost(NamedTuple):
 
 
 class _Costs:
-    """The costs of ranks, by their tables and their width: the same ones come up many times."""
+    """The costs of ranks, cached by tables and width, because the same ones recur many times."""
 
     def __init__(self, work: Work, bytes_of: BytesOf, memory_bytes: int | None) -> None:
         self._work, self._bytes_of, self._memory_bytes = work, bytes_of, memory_bytes
@@ -73,7 +73,7 @@ class _Costs:
         return self._of_rank[key]
 
     def of_plan(self, ranks: Sequence[_RankCost]) -> float:
-        """Returns Work.iteration_us and a little of the mean work, or much more where a rank's memory is too small."""
+        """Returns Work.iteration_us plus a little of the mean work, or much more if a rank's memory is too small."""
         tables, exchanges, columns, held = zip(*ranks, strict=True)
         time = beside(max(tables) + self._work.exchange_us(max(columns)), max(exchanges))
         time += _MEAN * (sum(tables) + sum(exchanges)) / len(ranks)
@@ -83,7 +83,7 @@ class _Costs:
 
 
 class _Ranks:
-    """The shards of each rank, and what they cost."""
+    """The shards of each rank, and their costs."""
 
     def __init__(self, held: list[list[Shard]], costs: _Costs) -> None:
         self._held, self._costs = held, costs
@@ -101,7 +101,7 @@ class _Ranks:
         return [Shard(rank, one.table, one.column, one.columns) for rank, own in enumerate(self._held) for one in own]
 
     def improve(self) -> None:
-        """Moves and swaps shards until no one move or swap makes the plan cheaper."""
+        """Moves and swaps shards until no single move or swap makes the plan cheaper."""
         for _ in range(_MOST_ROUNDS):
             better = next((c for c in self._changes() if self._with(c) < self.cost * (1 - _LEAST_GAIN)), None)
             if better is None:
@@ -111,8 +111,8 @@ class _Ranks:
             self.cost = self._costs.of_plan(self._of_rank)
 
     def _changes(self) -> Iterator[_Change]:
-        """Yields the moves and swaps of each shard of the ranks that have most of anything to do or to hold, with ranks
-        of the same width."""
+        """Yields the moves and swaps of each shard of the ranks with the most work or memory of any kind, with ranks of
+        the same width."""
         most = {max(range(len(self._held)), key=lambda rank: self._of_rank[rank][i]) for i in range(4)}
         for busy in sorted(most):
             mine, alike = self._held[busy], set[tuple[int, ...]]()
@@ -131,7 +131,7 @@ class _Ranks:
 
 
 def _exchanged(mine: Sequence[Shard], theirs: Sequence[Shard]) -> Iterator[tuple[list[Shard], list[Shard]]]:
-    """Yields the shards of two ranks after one of the first moves, unless it is the last there, or two are swapped."""
+    """Yields the shards of two ranks after moving one of the first, unless it is its last, or after swapping two."""
     for i, one in enumerate(mine):
         rest = [*mine[:i], *mine[i + 1 :]]
         if rest:

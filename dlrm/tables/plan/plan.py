@@ -1,7 +1,7 @@
-"""Plans: the columns and rows of each table on each rank. costs.py has the costs of each rank.
+"""Plans: the columns and rows of each table on each rank. costs.py computes the costs of each rank.
 
 FBGEMM picks its kernel for the widest table of a rank, so a narrow column shard beside whole tables is slow; every rank
-of a plan has one width.
+of a plan therefore has one width.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Shard:
     row_parts: int = 1
 
     def rows(self, tables: Tables) -> int:
-        """Returns how many rows of the table it has."""
+        """Returns the number of the table's rows in this shard."""
         return len(range(self.row_part, tables.rows[self.table], self.row_parts))
 
 

@@ -1,17 +1,17 @@
-"""The planner: of the plans of two kinds of ranks, the one of the shortest predicted embedding work.
+"""The planner: among plans with two kinds of ranks, finds the one with the shortest predicted embedding work.
 
-Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables whole.
-Where ranks are too many for that, tables are split by rows as well, each into as many parts as bring its shards down to
-a rank's share of the work.
+Some ranks hold column shards, all of one width, of the costliest tables; the others hold the remaining tables whole. If
+there are too many ranks for that, tables are split by rows as well, each into enough parts to reduce its shards to a
+rank's share of the work.
 
 No rank holds shards of two widths, because that gains nothing: with MLPerf's tables, placing all shards of a candidate
 on all ranks leaves the best plans of 2 to 64 ranks unchanged, at 512 samples a GPU and at a global batch of 135168, for
-uniform and for expanded ids. They have one width on all ranks. By FBGEMM's costs, which narrow shards bring down less,
-it saved up to 3 % on two ranks, 0.7 % on 8 and nothing on 16 to 128.
+uniform and for expanded ids. These plans have one width on all ranks. By FBGEMM's costs, which fall less with narrower
+shards, mixing saved up to 3 % on two ranks, 0.7 % on 8 and nothing on 16 to 128.
 
-Where rows are on two tiers of memory (--table-memory), exchanges with host memory are work too, by rows: a missing row
-takes as long whatever its width, so that each rank that holds columns of it pays as much as one that holds it whole.
-Ranks then balance embedding work and exchanges (improve.py), and sort their ids alone.
+If rows are on two tiers of memory (--table-memory), exchanges with host memory are work too, and are counted in rows: a
+missing row takes the same time at any width, so that each rank with some of its columns pays as much as a rank with all
+of them. Ranks then balance embedding work and exchanges (improve.py), and each sorts its own ids.
 """
 
 import heapq
@@ -35,18 +35,18 @@ from dlrm_bench.dlrm.tables.plan.work import Work
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 
-# Tables of at most this number of rows are replicated: their summed gradients are small beside the dense network's. Not
-# in peer memory, where vectors reach other ranks without a collective and that sum would be an iteration's only
-# collective: 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more than half of the
-# CPU time.
+# Tables of at most this number of rows are replicated: their summed gradients are small compared with the dense
+# network's. Not with peer memory, where vectors reach other ranks without a collective and that sum would be an
+# iteration's only collective: 0.469 ms without it, 0.497 with it (2 x H200, 512 samples a GPU, bf16), at little more
+# than half of the CPU time.
 REPLICATED_ROWS = 256
-# Narrower column shards cost as much (GpuCosts' hardly fall any more), and the sorted update does not take them.
+# Narrower column shards cost as much (GpuCosts' times hardly fall any more), and the sorted update rejects them.
 NARROWEST = 16
-# A plan that splits rows must be so much faster than the best that does not: every rank of a part looks at all ids of
-# the table, and pooled vectors of the parts add up only where their samples are.
+# A plan that splits rows must be faster by this factor than the best plan that does not: every rank with a part looks
+# at all ids of the table, and pooled vectors of the parts are summed only on the ranks of their samples.
 _ROWS_GAIN = 0.9
-# Largest work of one shard to try, relative to a rank's share of all work.
 _EXACT = Adagrad(1e-8)
+# Maximum work of one shard to try, relative to a rank's share of all work.
 _LARGEST_SHARDS = tuple(0.12 * 1.12**step for step in range(32))
 
 
@@ -61,7 +61,7 @@ def plan_for(
     split_columns: bool = True,
     tiers: TableMemory | None = None,
 ) -> Plan:
-    """Returns the balanced plan of a run, for ids that repeat as its data's do. All arguments and ValueError: see
+    """Returns the balanced plan of a run, with the id statistics of its data. Other arguments and ValueError: see
     `make_plan`."""
     return make_plan(
         config.model.tables,
@@ -82,7 +82,7 @@ def plan_for(
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """A whole table, cut into equal shards."""
+    """A whole table, divided into equal shards."""
 
     shard: Shard
 
@@ -102,13 +102,13 @@ class _Grid:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Tables cut in two ways, and how many of the ranks hold the first."""
+    """Tables divided in two ways, and the number of ranks for the first way."""
 
     narrow: list[_Grid]
     wide: list[_Grid]
     narrow_ranks: int
     everywhere: tuple[int, ...] = ()
-    """Tables of which each rank has a part of the rows, by constraints; all others are wide then."""
+    """Tables split by rows over all ranks, by constraints; all other tables are wide then."""
 
     def place(self, work: Work) -> list[Shard]:
         """Returns the shards on their ranks."""
@@ -117,11 +117,11 @@ class _Candidate:
         return parts + _place(self.narrow, narrow_ranks, work) + _place(self.wide, wide_ranks, work)
 
     def counted(self, dim: int) -> list[tuple[Shard, int]]:
-        """Returns a shard of each grid, with their number."""
+        """Returns one shard of each grid, with the grid's number of shards."""
         return [(grid.shard, grid.count(dim)) for grid in (*self.narrow, *self.wide)]
 
     def leaves_no_rank_empty(self, work: Work) -> bool:
-        """Whether there is a shard of its kind for each rank, and a rank for each kind of shards."""
+        """Whether each rank gets a shard of its kind, and each kind of shards has a rank."""
         if self.everywhere:
             return self.narrow_ranks == 0
         kinds = ((self.narrow, self.narrow_ranks), (self.wide, work.world_size - self.narrow_ranks))
@@ -144,16 +144,16 @@ def make_plan(
     split_columns: bool = True,
     tiers: TableMemory | None = None,
 ) -> Plan:
-    """Returns the plan of least `iteration_us` among those of two kinds of ranks that fit.
+    """Returns the plan with the least `iteration_us` among the plans with two kinds of ranks that fit.
 
-    All numbers of tables split by columns, widths and splits of the ranks are tried; within a kind, the most costly
-    shard goes to the least loaded rank. Rowwise Adagrad, whose state is of whole rows, splits no columns, and only
-    exact Adagrad, whose update replicated.py has, replicates any. memory_bytes: limit for the tables and optimizer
-    state of one rank. replicate: whether tables may be replicated. split_rows: whether tables may be split by rows,
-    where it gains. costs: of the GPUs, the same on all ranks. ids: how often they name the same rows. constraints: the
-    user's own, which the plan obeys. split_columns: whether tables may be split by columns. tiers: the part of the rows
-    that the device holds, where host memory holds the others; None for all rows on the device. ValueError if there are
-    fewer shards than ranks at every width, if no plan fits, or none obeys.
+    Tries all numbers of tables split by columns, all widths and all divisions of the ranks; within a kind, the
+    costliest shard goes to the least loaded rank. Row-wise Adagrad, whose state belongs to whole rows, splits no
+    columns, and only exact Adagrad, which replicated.py implements, replicates any. memory_bytes: limit for the tables
+    and optimizer state of one rank. replicate: whether tables may be replicated. split_rows: whether tables may be
+    split by rows, if that gains. costs: of the GPUs, the same on all ranks. ids: how often they repeat rows.
+    constraints: the user's, which the plan satisfies. split_columns: whether tables may be split by columns. tiers: the
+    part of the rows that the device holds, if host memory holds the others; None for all rows on the device. ValueError
+    if there are fewer shards than ranks at every width, if no plan fits, or none satisfies the constraints.
     """
     dim, world_size = tables.columns, topology.world_size
     exchanges = None
@@ -185,8 +185,8 @@ def make_plan(
 
 
 def can_replicate(dim: int, world_size: int, optimizer: TableOptimizer) -> bool:
-    """Whether replicated.py can hold tables of `dim` columns, and there is another rank to share them with."""
-    return world_size > 1 and isinstance(optimizer, Adagrad) and dim & (dim - 1) == 0  # what row_sums can add up
+    """Whether replicated.py can hold tables of `dim` columns, and there are several ranks."""
+    return world_size > 1 and isinstance(optimizer, Adagrad) and dim & (dim - 1) == 0  # row_sums needs a power of two
 
 
 def _fastest(
@@ -196,8 +196,8 @@ def _fastest(
     optimizer: TableOptimizer,
     memory_bytes: int | None,
 ) -> tuple[tuple[float, tuple[Shard, ...]] | None, float]:
-    """Returns time and shards of the fastest candidate that fits, and the least memory of any of them, where none
-    fits."""
+    """Returns time and shards of the fastest candidate that fits, and, if none fits, the least memory of any
+    candidate."""
     best: tuple[float, tuple[Shard, ...]] | None = None
     least_bytes, state_columns = math.inf, optimizer.state_columns
     if work.exchanges is not None:
@@ -229,8 +229,8 @@ def _no_plan(
     split_rows: bool,
     constraints: Constraints,
 ) -> str:
-    """Returns the error of a search without a result. least_bytes: of the fullest rank; infinite where no candidate
-    gave each rank a shard."""
+    """Returns the error of a search without a result. least_bytes: of the fullest rank; infinite if no candidate gave
+    each rank a shard."""
     given = f"{FLAG} {described(constraints, tables)}"
     if memory_bytes is not None and least_bytes < math.inf:
         return (
@@ -240,8 +240,8 @@ def _no_plan(
         )
     if constraints:
         return (
-            f"no plan of {world_size} rank(s) obeys {given}: each rank has shards of one width, and at least one; "
-            "leave some out, or use another number of ranks"
+            f"no plan of {world_size} rank(s) satisfies {given}: each rank needs one shard or more, and shards of only "
+            "one width; leave some constraints out, or use another number of ranks"
         )
     return f"{tables.count} tables of {tables.columns} columns cannot give each of {world_size} ranks a shard: " + (
         "use fewer ranks" if split_rows else "use fewer ranks, or --presort-ids, which splits tables by rows"
@@ -249,7 +249,7 @@ def _no_plan(
 
 
 def _by_columns(work: Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
-    """Yields the candidates that split no rows but by constraints."""
+    """Yields the candidates that split rows only if constraints require it."""
     for half in chain(*(choices.halves(order) for order in _orders(work, replicated))):
         narrow = [_Grid(Shard(0, table, 0, half.narrow_width)) for table in half.narrow]
         wide = [_Grid(Shard(0, table, 0, half.wide_width)) for table in half.wide]
@@ -257,21 +257,21 @@ def _by_columns(work: Work, replicated: tuple[int, ...], choices: Choices) -> It
         if choices.everywhere:
             yield _Candidate(narrow, wide, 0, choices.everywhere)
             continue
-        # No rank is left empty; with many more ranks than shards, looking at each number would take a minute.
+        # No rank is left empty; with many more ranks than shards, trying each number would take a minute.
         for narrow_ranks in range(max(0, work.world_size - wide_shards), min(work.world_size, narrow_shards) + 1):
             yield _Candidate(narrow, wide, narrow_ranks)
 
 
 def _by_rows(work: Work, replicated: tuple[int, ...], choices: Choices) -> Iterator[_Candidate]:
-    """Yields the candidates that split rows: for each largest work of a shard, the fewest parts that keep to it, and
-    the ranks shared out by the work of the two kinds."""
+    """Yields the candidates that split rows: for each maximum work of a shard, the fewest parts within that maximum,
+    with the ranks divided in proportion to the work of the two kinds."""
     costliest = _costliest(work, replicated)
     whole = sum(work.shard_us(Shard(0, table, 0, work.dim)) for table in costliest)
-    # Thousands of shards take their time, and differ less.
+    # With thousands of shards, trying a maximum takes long, and the results differ less.
     largest_shards = _LARGEST_SHARDS[:: 1 if work.world_size <= 256 else 4]
     for half, factor in product(choices.halves(costliest), largest_shards):
         if half.narrow and half.narrow_width == half.wide_width:
-            continue  # one kind only, which the first half is
+            continue  # one kind only, which the first half covers
         largest = factor * whole / work.world_size
         narrow = _row_parts(half.narrow, half.narrow_width, largest, work, choices)
         wide = _row_parts(half.wide, half.wide_width, largest, work, choices)
@@ -287,8 +287,8 @@ def _by_rows(work: Work, replicated: tuple[int, ...], choices: Choices) -> Itera
 
 
 def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: Work, choices: Choices) -> list[_Grid]:
-    """Returns the tables in shards of this width, none of which takes longer unless constraints keep its rows together;
-    finding its ids counts where that leaves time for anything else."""
+    """Returns the tables in shards of this width, none of which takes longer, unless constraints keep its rows
+    together; the time to find its ids counts if that leaves time for anything else."""
     grids = []
     for table in tables:
         whole, room, parts = work.tables_us(Shard(0, table, 0, width)), largest_us - work.picking_us[table], 1
@@ -300,8 +300,8 @@ def _row_parts(tables: Sequence[int], width: int, largest_us: float, work: Work,
 
 
 def _orders(work: Work, replicated: tuple[int, ...]) -> list[list[int]]:
-    """Returns the orders of the sharded tables in which the first ones are narrow: the costliest, and where rows are on
-    two tiers also those with more work than exchanges, whose rows cross the link to the host once for each part."""
+    """Returns the orders of the sharded tables in which the first ones become narrow: costliest first, and if rows are
+    on two tiers also by most work relative to exchanges, because a row crosses the host link once per shard."""
     costliest, exchanges = _costliest(work, replicated), work.exchanges
     if exchanges is None:
         return [costliest]
@@ -317,7 +317,7 @@ def _costliest(work: Work, replicated: tuple[int, ...]) -> list[int]:
 
 
 def _place(grids: Sequence[_Grid], ranks: range, work: Work) -> list[Shard]:
-    """Longest processing time first: each shard, costliest first, goes to the least loaded rank."""
+    """Places shards by longest processing time first: each, costliest first, goes to the least loaded rank."""
     cost = [(work.shard_us(grid.shard), part) for grid in grids for part in grid.shards(work.dim)]
     load = [(0.0, rank) for rank in ranks]
     shards = []

@@ -1,7 +1,7 @@
-"""The costs of tables in two tiers of memory (--table-memory): what each rank has in each, and what moves between them.
+"""Costs of tables in two tiers of memory (--table-memory): each rank's part in each tier, and the traffic between them.
 
-Predicted for the best placement that stays as it is, the rows that are named most, over all tables of a rank, being on
-the device. One that learns while it trains misses more.
+The prediction assumes the best fixed placement, with a rank's most frequently named rows, over all its tables, on the
+device. A placement that learns during training misses more.
 """
 
 import math
@@ -28,17 +28,17 @@ _BINS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierLoad:
-    """One rank's tiers, and what comes from host memory in an iteration."""
+    """One rank's tiers, and its traffic from host memory in an iteration."""
 
     device_bytes: int
     """Weights and optimizer state on the device, replicated tables included."""
     host_bytes: int
     missed_rows: float
-    """Distinct rows in host memory that a global batch names; as many leave the device."""
+    """Distinct rows in host memory that a global batch names; the same number leaves the device."""
     missed_columns: float
     """Columns of all those rows, without their state."""
     moved_bytes: float
-    """Bytes that come to the device, and as many that leave it."""
+    """Bytes that move to the device; the same number leaves it."""
 
     def us(self, costs: GpuCosts) -> float:
         """Returns the microseconds of the exchanges."""
@@ -77,7 +77,7 @@ def tier_loads(
 
 
 def missed_rows(shards: Sequence[tuple[Shard, RowRates]], device_rows: int, samples: int) -> float:
-    """Returns how many distinct rows `samples` samples name beyond the `device_rows` rows that are named most."""
+    """Returns the number of distinct rows that `samples` samples name outside the `device_rows` most frequent rows."""
     rates = np.concatenate([of.rates for _, of in shards])
     rows = np.concatenate([of.rows / shard.row_parts for shard, of in shards])
     order = np.argsort(-rates, kind="stable")
@@ -87,9 +87,9 @@ def missed_rows(shards: Sequence[tuple[Shard, RowRates]], device_rows: int, samp
 
 
 class Exchanges:
-    """The times that ranks exchange rows with host memory: those of `tier_loads`, in a thousandth of the time.
+    """The times that ranks exchange rows with host memory: as `tier_loads`, computed in a thousandth of the time.
 
-    Rows whose rates differ by some percent are one bin, so that the bins of several tables add up.
+    Rows whose rates differ by a few percent share a bin, so that the bins of several tables can be added.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Exchanges:
         costs: GpuCosts,
         world_size: int,
     ) -> None:
-        """rates: of each table. world_size: number of ranks, all of which have the device memory of `memory`."""
+        """rates: of each table. world_size: number of ranks, each with the device memory of `memory`."""
         self._tables, self._optimizer, self._memory, self._costs = tables, optimizer, memory, costs
         self._rows = np.zeros((tables.count, _BINS))
         self._named = np.zeros((tables.count, _BINS))
-        """Rows of each table that a batch is expected to name, by bin of their rate."""
+        """Expected number of rows of each table in a batch, by bin of their rate."""
         least = min(of.rates[of.rates > 0].min(initial=1.0) for of in rates)
         highest = max(least, *(of.rates[0] for of in rates))
         width = max(math.log(highest / least), 1.0) / (_BINS - 1)
@@ -117,8 +117,8 @@ class Exchanges:
         self._of_table = self._table_us(world_size)
 
     def us(self, shards: Sequence[Shard]) -> float:
-        """Returns the microseconds of a rank with these shards, whole or parts of columns, all of one width; infinite
-        where its device would hold too few rows."""
+        """Returns the microseconds of a rank with these shards (whole tables or column shards of one width); infinite
+        if its device would hold too few rows."""
         held, row_bytes = [shard.table for shard in shards], self._row_bytes(shards[0].columns)
         device_rows = self._memory.device_rows(sum(self._tables.rows[table] for table in held), row_bytes)
         if device_rows < LEAST_ROWS:
@@ -127,7 +127,7 @@ class Exchanges:
         return _exchange_us(missed, missed * row_bytes, self._costs)
 
     def table_us(self, table: int) -> float:
-        """Returns the microseconds of a table's rows where the device's memory is shared out over all tables."""
+        """Returns the microseconds of a table's rows if the device's memory is divided among all tables."""
         return self._of_table[table]
 
     def _table_us(self, world_size: int) -> list[float]:
@@ -138,7 +138,7 @@ class Exchanges:
         return [_exchange_us(n, n * row_bytes, self._costs) for n in (self._named * share).sum(1).tolist()]
 
     def _missed(self, rows: NDArray[np.float64], named: NDArray[np.float64], device_rows: int) -> NDArray[np.float64]:
-        """Returns the missed rows by bin, of `rows` rows of which a batch names `named`."""
+        """Returns the missed rows by bin, for `rows` rows of which a batch names `named`."""
         in_host = np.clip(np.cumsum(rows) - device_rows, 0, rows)
         return named * np.divide(in_host, rows, out=np.zeros_like(rows), where=rows > 0)
 
@@ -152,8 +152,8 @@ def _exchange_us(rows: float, moved_bytes: float, costs: GpuCosts) -> float:
 
 
 def table_rates(tables: Tables, ids: IdStatistics, counts: Path | None) -> list[RowRates]:
-    """Returns how often a sample names the rows of each table: by a file of counts, or else of random data of these
-    statistics. ValueError where the counts are another model's."""
+    """Returns the rates at which a sample names the rows of each table: from a file of counts, or else for random data
+    with these statistics. ValueError if the counts belong to another model."""
     if counts is not None:
         file = read_counts(counts, tables)
         return [file.rates(table) for table in range(tables.count)]
@@ -161,7 +161,7 @@ def table_rates(tables: Tables, ids: IdStatistics, counts: Path | None) -> list[
 
 
 def misses_per_sample(loads: Sequence[TierLoad], tables: Tables, samples: int) -> float:
-    """Returns the rows in host memory that a sample adds to those of its batch, all columns of a row together."""
+    """Returns a sample's share of the batch's distinct rows in host memory, all columns of a row counted together."""
     return sum(load.missed_columns for load in loads) / tables.columns / samples
 
 
@@ -173,9 +173,9 @@ def check_tiers_fit(
     device_bytes: int,
     host_bytes: int,
 ) -> None:
-    """Raises ValueError, with the numbers, where device and host memory of all nodes are too small for the tables.
+    """Raises ValueError, with the numbers, if device and host memory of all nodes are too small for the tables.
 
-    device_bytes: what one GPU has for them. host_bytes: what one node has.
+    device_bytes: available for them on one GPU. host_bytes: available on one node.
     """
     states = sum(tables.rows) * optimizer.state_columns(tables.columns) * 4
     needed, gpus = tables.bytes + states, topology.gpus_per_node
@@ -183,9 +183,9 @@ def check_tiers_fit(
         return
     share = f"share {memory.share:g}" if memory.share is not None else f"{(memory.device_bytes or 0) / _GB:g} GB a rank"
     raise ValueError(
-        f"--table-memory ({share}): tables and optimizer state take {needed / _GB:.1f} GB, and {topology.nodes} "
+        f"--table-memory ({share}): tables and optimizer state take {needed / _GB:.1f} GB, but {topology.nodes} "
         f"node(s) of {gpus} GPU(s) have {topology.world_size * device_bytes / _GB:.1f} GB of device memory for them "
-        f"and {topology.nodes * host_bytes / _GB:.1f} GB of host memory, of which this uses "
+        f"and {topology.nodes * host_bytes / _GB:.1f} GB of host memory, of which this share can use "
         f"{topology.world_size * memory.capacity(device_bytes, host_bytes // gpus) / _GB:.1f} GB at most: give another "
-        "share, or use more GPUs, hosts of more memory (--host-memory-gb) or smaller tables (--model.table-scale)"
+        "share, or use more GPUs, hosts with more memory (--host-memory-gb) or smaller tables (--model.table-scale)"
     )

@@ -1,4 +1,4 @@
-"""The work of candidate plans, by which the planner compares thousands of them: costs.py's, with what repeats kept."""
+"""The work of candidate plans, for comparing thousands of them: the functions of costs.py, cached."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,12 @@ from dlrm_bench.dlrm.tables.plan.plan import Shard, shards_by_rank
 from dlrm_bench.dlrm.tables.plan.tier_costs import Exchanges
 from dlrm_bench.dlrm.tables.tables import Tables
 
-# Many ranks with little to do are not worth a few percent: predictions err by as much, and what such ranks lack the
-# others have. Plans that split rows count as slower where the largest table work exceeds the mean by more than this.
+# Many ranks with little work are not worth a few percent: predictions err as much, and the other ranks get their work.
+# Plans that split rows count as slower if the largest table work exceeds the mean by more than this factor.
 _MOST_IMBALANCE = 1.15
 _IMBALANCED = 1.25
-# The shorter one of embedding work and exchanges with host memory, which run beside each other, counts a little too:
-# predictions of both err, and neither comes for nothing.
+# Embedding work and exchanges with host memory overlap; the shorter one counts a little too: predictions of both err,
+# and neither is free.
 _BESIDE = 0.1
 
 
@@ -40,19 +40,19 @@ class Work:
         ids: IdStatistics,
         exchanges: Exchanges | None = None,
     ) -> None:
-        """exchanges: of rows with host memory; None where all rows are on the device."""
+        """exchanges: of rows with host memory; None if all rows are on the device."""
         self.tables, self.world_size, self.dim = tables, topology.world_size, tables.columns
         self.exchanges = exchanges
         self._sizes, self._costs, self._ids = (tables, global_batch_size, costs), costs, ids
         self._topology, self._exchange = topology, (topology, global_batch_size, pooled_bytes, costs)
-        # Thousands of candidates ask for the same few.
+        # Caches: thousands of candidates need the same few values.
         self._tables_us: dict[tuple[int, int, int], float] = {}
         self._exchange_us: dict[float, float] = {}
         self._shard_us: dict[tuple[int, int, int], float] = {}
         self.picking_us = [picking_us(table, *self._sizes) for table in range(tables.count)]
-        """Time of a rank that holds parts of rows for finding its ids, by table."""
+        """Time to find the ids of a table on a rank with parts of its rows, by table."""
         self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(tables.count)]
-        """Time that a rank saves where another rank sorts a table's ids, by table."""
+        """Time that a rank saves if another rank sorts a table's ids, by table."""
 
     def tables_us(self, shard: Shard) -> float:
         """Returns the cost of a shard for its rank without all-to-alls."""
@@ -63,13 +63,13 @@ class Work:
         return self._tables_us[key] + picked
 
     def exchange_us(self, columns: float) -> float:
-        """Returns the all-to-alls of a rank that holds `columns` columns."""
+        """Returns the microseconds of the all-to-alls of a rank with `columns` columns."""
         if columns not in self._exchange_us:
             self._exchange_us[columns] = all_to_alls_us(columns, *self._exchange)
         return self._exchange_us[columns]
 
     def shard_us(self, shard: Shard) -> float:
-        """Returns the cost of a shard for its rank, of tables, all-to-alls and exchanges with host memory."""
+        """Returns the cost of a shard for its rank: tables, all-to-alls and exchanges with host memory."""
         key = (shard.table, shard.columns, shard.row_parts)
         if key not in self._shard_us:
             self._shard_us[key] = self.tables_us(shard) + self.exchange_us(shard.columns) - self.exchange_us(0)
@@ -78,8 +78,8 @@ class Work:
         return self._shard_us[key]
 
     def iteration_us(self, shards: Sequence[Shard]) -> float:
-        """Returns costs.py's `iteration_us` of such shards, or more where parts of rows leave the tables imbalanced;
-        with the exchanges of rows with host memory where rows are on two tiers."""
+        """Returns costs.py's `iteration_us` of these shards, or more if row parts leave the tables imbalanced;
+        includes the exchanges of rows with host memory if rows are on two tiers."""
         ranks = shards_by_rank(shards, self.world_size)
         columns = max(sum(shard.columns for shard in own) for own in ranks)
         sharers = sort_sharers(ranks, self._topology, self.exchanges is not None)
@@ -100,7 +100,7 @@ class Work:
         return self._costs.tables_us + time
 
     def least_us(self, grids: Sequence[tuple[Shard, int]]) -> float:
-        """Returns a lower bound for all placements of these shards, each with its number: all ranks with equal work,
+        """Returns a lower bound for all placements of these shards, given with their number: all ranks with equal work,
         and on one node no id sorted twice."""
         tables = sum(count * self.tables_us(shard) for shard, count in grids)
         if self._topology.nodes == 1 and self.exchanges is None:
@@ -112,10 +112,10 @@ class Work:
 
 
 def beside(embedding_us: float, exchanges_us: float) -> float:
-    """Returns the time of embedding work and the exchanges with host memory that run beside it, for comparisons.
+    """Returns the time of embedding work and the overlapping exchanges with host memory, for comparisons.
 
-    The whole iteration hides the exchanges, and the planner knows the tables' part of it. MLPerf's dense network takes
-    about as long again, and a placement that learns misses up to twice the rows of the best one, by which exchanges
-    are predicted: so the two compare as their predictions do.
+    The whole iteration hides the exchanges, but the planner knows only the tables' part of it. MLPerf's dense network
+    takes about as long again, and a placement that learns misses up to twice the rows of the best one, which the
+    prediction of exchanges assumes: so the two compare as their predictions do.
     """
     return max(embedding_us, exchanges_us) + _BESIDE * min(embedding_us, exchanges_us)

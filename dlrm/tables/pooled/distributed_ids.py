@@ -1,4 +1,4 @@
-"""The ids of one batch on the rank that owns their tables, in the forms that lookup and table update take."""
+"""The ids of one batch on the rank that owns their tables, in the forms that lookup and table update need."""
 
 from dataclasses import dataclass
 
@@ -15,24 +15,24 @@ class SortedIds:
     """One batch's ids in the order of the table update."""
 
     ids: Tensor
-    """int32, flat: rows of all tables, counted one table after another, in ascending order; of picked ids, -1 after the
-    last."""
+    """int32, flat: rows of all tables, counted one table after another, in ascending order; for picked ids, -1 after
+    the last."""
     bags: Tensor
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     peers: PeerTensors | None = None
-    """The memory of `ids` and `bags` on all ranks, where these share the sort: see SharedSort."""
+    """The memory of `ids` and `bags` on all ranks, if the ranks share the sort: see SharedSort."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedIds:
-    """The places of one batch's rows, where these are on two tiers of memory, or made when they are first named."""
+    """The places of one batch's rows, if rows are on two tiers of memory, or created when first named."""
 
     lookup: Tensor
     """int32, in the order of the ids."""
     sorted: Tensor | None
     """int32, in the order of the sorted ids; equal rows are runs of equal places."""
     lacking: Tensor | None = None
-    """int32 [1] where there is `sorted`: of rows that are made, whether any has no place, see DynamicRows.place."""
+    """int32 [1] if `sorted` is set: whether any row to be created has no place, see DynamicRows.place."""
 
 
 @dataclass(slots=True)
@@ -41,16 +41,16 @@ class DistributedIds:
 
     received: IdsBuffer
     sorted: SortedIds | None = None
-    """Sorted ids, where this batch is for an update, and that or the making of rows takes such; else None."""
+    """Sorted ids, if this batch is for an update and the update or the creation of rows needs them; else None."""
     replicated: ReplicatedIds | None = None
-    """Ids of the local batch for the plan's replicated tables, where it has any."""
+    """Ids of the local batch for the plan's replicated tables, if there are any."""
     picked: PickedIds | None = None
-    """The ids of this rank's rows, where it has a part of any table's rows; lookup and sort then take these."""
+    """The ids of this rank's rows, if it has part of any table's rows; lookup and sort then use these."""
     overflow: Tensor | None = None
-    """The ranks' agreement on this batch, see Overflows; where ids are for an update, and the plan splits rows, or rows
-    are made when they are first named."""
+    """The ranks' agreement on this batch, see Overflows; set if ids are for an update, and the plan splits rows or rows
+    are created when first named."""
     placed: PlacedIds | None = None
-    """Places of the rows where they have such, which lookup and update then take; else None."""
+    """Places of the rows, if rows have places; lookup and update then use these. Else None."""
 
     @property
     def ids(self) -> Tensor:

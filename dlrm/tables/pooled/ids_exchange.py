@@ -1,5 +1,5 @@
-"""The exchange of ids: from the ranks of their samples to the ranks that own their tables. Shapes and layouts are
-StaticEBC's."""
+"""The exchange of ids: from the ranks of their samples to the ranks that own their tables. Shapes and layouts are those
+of StaticEBC."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,30 +17,30 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 @dataclass(frozen=True, slots=True)
 class IdsBuffer:
-    """Memory for one batch's ids, made and written by an exchange."""
+    """Memory for one batch's ids, allocated and written by an exchange."""
 
     own: Tensor
     """int32 [part][T][G, hot], flat: for this rank's tables."""
     peers: PeerTensors | None = None
-    """The buffers of the node's ranks, as long as the longest, in peer memory alone; `own` is the beginning of this
-    rank's."""
+    """The buffers of the node's ranks, all as long as the longest; only with peer memory. `own` is the beginning of
+    this rank's buffer."""
 
 
 class IdsExchange(Protocol):
     """The part of the input dist that moves ids between ranks. Launches on the current stream."""
 
     def empty(self) -> IdsBuffer:
-        """Returns a buffer of zeros. Collective in peer memory."""
+        """Returns a buffer of zeros. Collective with peer memory."""
 
     def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
-        """Brings the ids of all ranks' samples to `out.own`. Collective.
+        """Sends the ids of all ranks' samples to their owners, into `out.own`. Collective.
 
         ids: int32, the flat ids of one Batch, on the device.
         """
 
 
 def ids_exchange(layout: Layout, way: Way) -> IdsExchange:
-    """Returns the exchange of this way. Collective."""
+    """Returns the exchange for this way. Collective."""
     match way:
         case InPeerMemory():
             return PeerIdsExchange(layout, way)
@@ -51,7 +51,7 @@ def ids_exchange(layout: Layout, way: Way) -> IdsExchange:
 
 
 class CollectiveIdsExchange:
-    """An exchange by an all-to-all with constant splits, between two kernels that put the ids in order."""
+    """An exchange by an all-to-all with constant splits, between two kernels that reorder the ids."""
 
     def __init__(self, layout: Layout) -> None:
         """Makes a process group. Collective."""
@@ -81,7 +81,7 @@ class CollectiveIdsExchange:
         self._receive_segments = SegmentTable(receive, ranks.device)
 
     def empty(self) -> IdsBuffer:
-        """Returns a buffer of zeros, of this rank alone."""
+        """Returns a buffer of zeros, on this rank only."""
         return IdsBuffer(torch.zeros(sum(self._receive_splits), dtype=torch.int32, device=self._device))
 
     def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
@@ -96,9 +96,9 @@ class CollectiveIdsExchange:
 class PeerIdsExchange:
     """An exchange by one kernel that writes ids to the ranks that own their tables, and a barrier.
 
-    Needs, of the barrier `ids`: it comes after all ranks' writes to a buffer, and before the owner changes, sorts or
-    looks up the ids; `exchange` launches it. Needs another barrier of all ranks between the owner's last use of a
-    buffer and the next exchange into it, on any rank: the caller launches it.
+    The barrier `ids`, which `exchange` launches, must come after all ranks' writes to a buffer, and before the owner
+    changes, sorts or looks up the ids. The caller launches another barrier of all ranks between the owner's last use of
+    a buffer and the next exchange into it, on any rank.
     """
 
     def __init__(self, layout: Layout, way: InPeerMemory) -> None:
@@ -124,19 +124,19 @@ class PeerIdsExchange:
         return IdsBuffer(peers.own[: self._own], peers)
 
     def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
-        """Writes the ids to all ranks, and waits for theirs."""
-        assert out.peers is not None, "a buffer of this exchange's"
+        """Writes the ids to all ranks, and waits for the other ranks' ids."""
+        assert out.peers is not None, "out: a buffer of this exchange"
         push_segments(ids, self._segments, out.peers)
         self._memory.barrier(self._barrier)
 
 
 class NodeIdsExchange:
-    """An exchange over nodes that sends each node the ids of all its tables once: to the rank of equal local rank,
+    """An exchange over nodes that sends the ids of all its tables to each node once: to the rank of equal local rank,
     which writes them to the ranks of its node that hold the tables.
 
     However many ranks of a node hold rows or columns of one table, its ids cross the network once.
 
-    Needs PeerIdsExchange's barriers, of the ranks of a node.
+    Needs PeerIdsExchange's barriers, between the ranks of a node.
     """
 
     def __init__(self, layout: Layout, way: OverNodes) -> None:
@@ -150,7 +150,7 @@ class NodeIdsExchange:
         send, at = [], 0
         self._send_splits: list[int] = []
         table_starts: dict[int, int] = {}
-        """Offsets of each table's ids in a node's message to this one: [table][B, hot]."""
+        """Offsets of each table's ids in a message from another node to this one: [table][B, hot]."""
         for node, of_node in enumerate(owners):
             start = at
             for table in sorted({shard.table for owner in of_node for shard in plan.of_rank(owner)}):
@@ -186,7 +186,7 @@ class NodeIdsExchange:
 
     def exchange(self, ids: Tensor, out: IdsBuffer) -> None:
         """Sends [node][its tables][B, hot], and writes the received ids to the ranks of this node. Collective."""
-        assert out.peers is not None, "a buffer of this exchange's"
+        assert out.peers is not None, "out: a buffer of this exchange"
         sent = torch.empty(sum(self._send_splits), dtype=torch.int32, device=self._device)
         gather_segments(ids, self._send_segments, sent)
         received = torch.empty(sum(self._receive_splits), dtype=torch.int32, device=self._device)

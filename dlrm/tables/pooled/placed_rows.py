@@ -1,5 +1,5 @@
-"""The rows of a rank's pooled tables where their memory does not hold all of them at their numbers: on two tiers of
-memory (tiers/), or made when they are first named (dynamic/). Lookup and update then take places."""
+"""Rows of a rank's pooled tables whose memory is not indexed by row number: rows on two tiers of memory (tiers/), or
+created when first named (dynamic/). Lookup and update then use places."""
 
 import numpy as np
 import torch
@@ -22,9 +22,9 @@ def rows_on_tiers(layout: Layout, shape: TBEShape, memory: TableMemory) -> Tiere
     """Returns memory for this rank's rows. Collective."""
     tables, plan, ranks = layout.tables, layout.plan, layout.ranks
     if layout.in_row_parts:
-        raise ValueError("--table-memory does not go with parts of a table's rows: shard by tables or columns")
+        raise ValueError("--table-memory cannot be used with row-wise sharding: shard by tables or columns")
     row_bytes = {}
-    for rank in range(plan.world_size):  # of all ranks, which so agree
+    for rank in range(plan.world_size):  # every rank checks all ranks, so that all agree
         shards = plan.of_rank(rank)
         row_bytes[rank] = 2 * 4 * shards[0].columns
         memory.check_rows(rank, sum(shard.rows(tables) for shard in shards), row_bytes[rank])
@@ -43,16 +43,17 @@ def rows_on_tiers(layout: Layout, shape: TBEShape, memory: TableMemory) -> Tiere
 
 
 def empty_placed(ids: Tensor, updates: bool) -> PlacedIds:
-    """Returns memory for the places of one batch's rows. ids: like them, int32. updates: whether they are updated."""
+    """Returns memory for the places of one batch's rows. ids: int32, gives the shape. updates: whether rows are
+    updated."""
     if not updates:
         return PlacedIds(torch.zeros_like(ids), None)
     return PlacedIds(torch.zeros_like(ids), torch.zeros_like(ids), torch.full_like(ids[:1], -1))
 
 
 def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds) -> None:
-    """Brings a batch's rows to the device as far as they may come while the batch before trains, and fills `placed`.
+    """Moves a batch's rows to the device, as far as possible while the previous batch trains, and fills `placed`.
 
-    rows: int32, in the order of the ids. ordered: the same in order; None of an evaluation, which moves none.
+    rows: int32, in the order of the ids. ordered: the same rows, sorted; None for an evaluation, which moves none.
     """
     if ordered is not None and placed.sorted is not None:
         tiers.bring(ordered.ids)
@@ -61,10 +62,10 @@ def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, place
 
 
 def make_rows(dynamic: DynamicRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds, is_new: Tensor) -> None:
-    """Makes a batch's rows that are new, and fills `placed`.
+    """Creates a batch's new rows, and fills `placed`.
 
-    rows: int32, in the order of the ids. ordered: the same in order; None of an evaluation, which makes none. is_new:
-    int32 [1] on the device, 0 for a batch that is distributed again.
+    rows: int32, in the order of the ids. ordered: the same rows, sorted; None for an evaluation, which creates none.
+    is_new: int32 [1] on the device, 0 for a batch that is distributed again.
     """
     if ordered is not None and placed.sorted is not None:
         assert placed.lacking is not None
@@ -74,13 +75,13 @@ def make_rows(dynamic: DynamicRows, rows: Tensor, ordered: SortedIds | None, pla
 
 
 def rows_in_memory(shape: TBEShape, places: RowPlaces) -> int:
-    """Returns the rows of a rank's memory where rows are made: its places, and a row for each id of a batch, in which
-    an evaluation reads rows that nobody has named."""
+    """Returns the number of rows in a rank's memory if rows are created when first named: its places, plus one row per
+    id of a batch, from which an evaluation reads rows that no batch has named."""
     return places.count + shape.ids
 
 
 def named_rows(layout: Layout, tbe: FixedTBE, seed: int, places: RowPlaces) -> DynamicRows:
-    """Returns this rank's rows, none of which is made, in the memory of `tbe`, of `rows_in_memory` rows."""
+    """Returns this rank's rows, none created yet, in the memory of `tbe`, of `rows_in_memory` rows."""
     plan, rank = layout.plan, layout.ranks.rank
     assert all(shard.row_parts == 1 and shard.columns == layout.tables.columns for shard in plan.shards), "whole tables"
     assert not plan.replicated, "each table on one rank"

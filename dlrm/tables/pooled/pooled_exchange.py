@@ -1,7 +1,7 @@
 """The exchange of pooled vectors: to the ranks of their samples, and their gradients back to the tables.
 
-Shapes are StaticEBC's. Columns of the interaction's input, [B, num_features * dim], stand in table order; a rank's
-pooled columns in the order of its shards.
+Shapes are those of StaticEBC. Columns of the interaction's input, [B, num_features * dim], are in table order; a rank's
+pooled columns are in the order of its shards.
 """
 
 from typing import Protocol
@@ -27,26 +27,26 @@ from dlrm_bench.kernels.embedding.regroup import (
 
 
 class PooledExchange(Protocol):
-    """Embedding forward and backward but for the tables' update. Methods launch on the current stream."""
+    """Embedding forward and backward without the tables' update. Methods launch on the current stream."""
 
     gradients: Tensor
     """Gradients of the pooled vectors of this rank's shards: [part, G, T * C], G of a part."""
 
     def lookup(self, ids: Tensor, part: int) -> Tensor | None:
-        """Looks up a part; returns what `forward` takes. ids: as FixedTBE.lookup takes them."""
+        """Looks up a part; returns the argument for `forward`. ids: as for FixedTBE.lookup."""
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
-        """Brings the pooled vectors of a part's local samples to `out`, the part's rows. Collective."""
+        """Sends the pooled vectors of a part to the ranks of their samples, into `out`, the part's rows. Collective."""
 
     def backward(self, grad: Tensor, part: int) -> None:
-        """Brings the gradient of `out` to the part's `gradients` on the ranks of the tables. Collective."""
+        """Sends the gradient of `out` to the ranks of the tables, into the part's `gradients`. Collective."""
 
 
 class CollectiveExchange:
     """An exchange by FBGEMM's lookup and an all-to-all each way."""
 
     def __init__(self, layout: Layout, tbe: FixedTBE, way: Collectives | OverNodes, autograd: bool) -> None:
-        """Collective. autograd: the result of `lookup` is in an autograd graph, and its backward updates the tables."""
+        """Collective. autograd: whether `lookup` builds an autograd graph, whose backward updates the tables."""
         plan, ranks, shape = layout.plan, layout.ranks, layout.shape
         self._tbe, self._autograd, self._dtype, batch_size = tbe, autograd, shape.dtype, shape.part_samples
         widths, runs = _columns(layout.tables, plan)
@@ -66,8 +66,8 @@ class CollectiveExchange:
             return self._tbe.lookup(ids, part)
 
     def forward(self, pooled: Tensor | None, out: Tensor, part: int) -> None:
-        """Exchanges [rank s][B, T_s * C_s], and regroups into `out`, of any row stride; pooled vectors of parts of a
-        table's rows are added up there. Collective."""
+        """Exchanges [rank s][B, T_s * C_s], and regroups into `out`, of any row stride; sums the pooled vectors of row
+        parts of a table there. Collective."""
         assert pooled is not None
         received = torch.empty(self._regroup.flat_size, dtype=self._dtype, device=out.device)
         self._forward[part].exchange(received, pooled.detach().view(-1))
@@ -84,13 +84,12 @@ class CollectiveExchange:
 
 
 class PeerExchange:
-    """An exchange by kernels that write to the reader's memory: a lookup that ends in the other ranks' interaction
+    """An exchange by kernels that write to the reader's memory: a lookup that writes to the other ranks' interaction
     inputs, and one copy of gradients to the other ranks.
 
-    Needs, of the barriers `pooled` and `gradients` of a part: each comes after all ranks' writes of the part, and
-    before they are read; `forward` and `backward` launch them. Needs another barrier of all ranks between the last
-    reader of a part's inputs and the next lookup, and one between the last reader of its gradients and the next
-    `backward`: the caller launches these.
+    The barriers `pooled` and `gradients` of a part, which `forward` and `backward` launch, must come after all ranks'
+    writes of the part and before its reads. The caller launches another barrier of all ranks between the last read of
+    a part's inputs and the next lookup, and one between the last read of its gradients and the next `backward`.
     """
 
     def __init__(self, layout: Layout, tbe: FixedTBE, way: InPeerMemory) -> None:
@@ -102,7 +101,7 @@ class PeerExchange:
         looked_up = [
             PooledTable(
                 tables.hot[shard.table],
-                0 if tbe.by_places else first_row,  # places are of no table
+                0 if tbe.by_places else first_row,  # places do not belong to a table
                 way.first_column + shard.table * dim + shard.column,
             )
             for shard, first_row in zip(plan.of_rank(ranks.rank), tbe.first_row, strict=True)
@@ -115,7 +114,7 @@ class PeerExchange:
             PushTable(batch_size, widths, [rows * width for width in widths], runs, ranks.device)
             for rows in rows_before
         ]
-        # Of one size on all ranks; a rank of fewer columns leaves a part unused.
+        # The same size on all ranks; a rank with fewer columns leaves some unused.
         self._received = way.memory.zeros(parts * global_batch * max(widths), dtype=way.inputs.own.dtype)
         self.gradients = self._received.own[: parts * global_batch * own].view(parts, global_batch, own)
 
@@ -129,14 +128,14 @@ class PeerExchange:
         self._way.memory.barrier(self._way.barriers.pooled[part])
 
     def backward(self, grad: Tensor, part: int) -> None:
-        """Writes the gradients to all ranks, and waits for theirs."""
+        """Writes the gradients to all ranks, and waits for the other ranks' gradients."""
         push_columns(grad, self._push[part], self._received)
         self._way.memory.barrier(self._way.barriers.gradients[part])
 
 
 def _columns(tables: Tables, plan: Plan) -> tuple[list[int], list[Run]]:
-    """Returns the pooled columns of each rank, and where they stand among the columns of all tables; a run's block is
-    the rank."""
+    """Returns the number of pooled columns of each rank, and their positions among the columns of all tables; a run's
+    block is the rank."""
     widths, runs = [], []
     for rank in range(plan.world_size):
         column = 0

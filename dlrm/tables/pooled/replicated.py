@@ -1,8 +1,8 @@
 """Tables so small that every rank holds them whole: data-parallel, like dense weights.
 
-A pooled vector of a tiny table costs the all-to-all as much as one of a large table. Replicated, its lookup is local,
-and its gradient, a few thousand rows, is summed over the ranks and applied to all rows: rows that no id named have a
-zero gradient, which leaves them unchanged under Adagrad. Under other optimizers no table is replicated.
+A pooled vector of a tiny table costs the all-to-all as much as one of a large table. If the table is replicated, its
+lookup is local, and its gradient, a few thousand rows, is summed over the ranks and applied to all rows: rows that no
+id named have a zero gradient, which leaves them unchanged under Adagrad. Under other optimizers no table is replicated.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class ReplicatedTables:
     """Lookup, gradient and update of the replicated tables of one rank."""
 
     def __init__(self, layout: Layout, optimizer: Adagrad, learning_rate: Tensor, seed: int) -> None:
-        """Collective. layout: its plan names these tables; parts of the batch make no difference, as lookup and update
-        are local. learning_rate: fp32 [1] on the device, which every update reads."""
+        """Collective. layout: its plan names these tables; its parts do not matter, because lookup and update are
+        local. learning_rate: fp32 [1] on the device; every update reads it."""
         tables, ranks, shape, replicated = layout.tables, layout.ranks, layout.shape, layout.plan.replicated
         batch_size = shape.samples
         self._tables, self._eps, self._rate = replicated, optimizer.eps, learning_rate
@@ -84,8 +84,8 @@ class ReplicatedTables:
             regroup_forward(self._tbe.lookup(ids.ids).view(-1), self._regroup, out)
 
     def update(self, ids: ReplicatedIds, grad: Tensor, watch: Watch | None = None) -> None:
-        """Updates by exact Adagrad, equal on all ranks. grad: [B, num_features * dim]. watch: a LossGuard's; where a
-        flag is raised, nothing changes. Collective."""
+        """Updates by exact Adagrad, identically on all ranks. grad: [B, num_features * dim]. watch: a LossGuard's; if
+        a flag is raised, nothing changes. Collective."""
         flat = torch.empty(self._regroup.flat_size, dtype=grad.dtype, device=grad.device)
         regroup_backward(grad, self._regroup, flat)
         row_sums(flat.view(-1, self._grad.shape[1]), ids.sorted_bags, ids.starts, self._grad)

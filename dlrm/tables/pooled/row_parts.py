@@ -1,14 +1,14 @@
-"""The ids of a rank's rows, picked out of all ids of its tables.
+"""Picks the ids of a rank's rows out of all ids of its tables.
 
-A rank that holds a part of a table's rows gets all ids of the table, in the exchange's fixed shape, and picks its own
-out: their number is known on the device alone. They go into a list of fixed capacity, one table's after the other's,
-and bags are of any length. A batch that names more of the rank's rows than the list takes overflows: the host, which
-reads the number by `count`, picks again into a list as long as all ids, and does that batch's lookup and update from
-there. Both give the same numbers.
+A rank that holds part of a table's rows receives all ids of the table, in the exchange's fixed shape, and picks its own
+ids: their number is known only on the device. They go into a list of fixed capacity, one table after another, with bags
+of any length. A batch that names more of the rank's rows than the list can hold overflows: the host, which reads the
+number from `count`, picks again into a list as long as all ids, and runs that batch's lookup and update from there.
+Both give the same numbers.
 
-Such a batch is launched eagerly, where others are the replay of a graph. All ranks must then do so: NCCL forbids that
-some replay a collective that others launch. So the ranks exchange on the device, with the ids, whether the batch
-overflows on any of them, and their hosts read it when the batch's turn comes, an iteration later: see overflows.py.
+Such a batch is launched eagerly, while others replay a graph. All ranks must then launch eagerly: NCCL forbids some
+ranks to replay a collective that others launch. So the ranks exchange on the device, with the ids, whether the batch
+overflows on any of them, and their hosts read the result before the batch trains, an iteration later: see overflows.py.
 """
 
 import math
@@ -23,10 +23,10 @@ from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.input_dist.pick_rows import PickedTable, Picks, PickTable, pick_rows
 
-# Capacity over the expected number of ids. Rows of a part are spread, so ids spread over the parts but for the hottest.
+# Ratio of capacity to expected number of ids. Rows of a part are interleaved, so all but the hottest ids spread evenly.
 _SLACK = 1.25
-# Large batches exceed the expected number of a part's ids by this number at most; small ones, where chance counts, by a
-# share.
+# Minimum excess capacity. Large batches exceed the expected number of a part's ids by at most this number; for small
+# ones, where chance matters more, the ratio applies.
 _LEAST_SLACK = 256
 
 
@@ -35,7 +35,7 @@ class PickedIds:
     """One batch's ids of this rank's rows, in the order of the exchange: [part][T][bags of G samples]."""
 
     rows: Tensor
-    """int32 [capacity]: which of the rank's rows of its table; 0 after the last id."""
+    """int32 [capacity]: row number within the rank's rows of its table; 0 after the last id."""
     sort_rows: Tensor
     """int32 [capacity]: rows counted one table after another, as `sort_rows` takes them; -1 after the last id."""
     bags: Tensor
@@ -43,37 +43,37 @@ class PickedIds:
     offsets: Tensor
     """int32 [parts * T * G + 1]: where each bag's ids start."""
     counted: Tensor
-    """int32 [1] on the device: the number of ids, whether or not the capacity holds them."""
+    """int32 [1] on the device: the number of ids, even if it exceeds the capacity."""
     count: Tensor
-    """The same, int32 [1] on the host, pinned beside a GPU; NOT_YET until it is known."""
+    """The same, int32 [1] on the host, pinned if there is a GPU; NOT_YET until it is known."""
 
     @property
     def capacity(self) -> int:
-        """Number of ids that the list takes."""
+        """Number of ids that the list can hold."""
         return len(self.rows)
 
     @property
     def excess(self) -> Tensor:
-        """Number of ids beyond the list's capacity, int32 [1] on the device; negative where there is room."""
+        """Number of ids beyond the list's capacity, int32 [1] on the device; negative if capacity is left."""
         return self.counted - self.capacity
 
     def reset(self) -> None:
-        """Forgets the count, before the next batch's is on its way."""
+        """Clears the count, before that of the next batch is launched."""
         self.count.fill_(NOT_YET)
 
     def overflows(self) -> bool:
-        """Whether the batch has more ids than the list takes; waits until the device has counted. RuntimeError where
+        """Whether the batch has more ids than the list can hold; waits until the device has counted. RuntimeError if
         the device has failed."""
         return arrived(self.count) > self.capacity
 
 
 class RowParts:
-    """The picking of one rank's ids; a rank with a part of any table's rows picks those of all its tables."""
+    """Picks one rank's ids; a rank with part of any table's rows picks the ids of all its tables."""
 
     def __init__(
         self, tables: Tables, shards: tuple[Shard, ...], ranks: int, shape: BatchShape, device: torch.device
     ) -> None:
-        """ranks: of all. device: where ids are."""
+        """ranks: number of all ranks. device: the ids' device."""
         samples, before, picked = shape.part_samples * ranks, 0, []
         for shard in shards:
             picked.append(PickedTable(tables.hot[shard.table], shard.row_part, shard.row_parts, before))
@@ -85,7 +85,7 @@ class RowParts:
         self._capacity = min(self.num_ids, math.ceil(expected * _SLACK / _LEAST_SLACK + 1) * _LEAST_SLACK)
 
     def empty(self, whole: bool = False) -> PickedIds:
-        """Returns memory for one batch's ids; whole: for the largest number that a batch can have."""
+        """Returns memory for one batch's ids; whole: with capacity for any batch."""
         capacity = self.num_ids if whole else self._capacity
         rows = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         offsets = torch.zeros(self._table.num_bags + 1, dtype=torch.int32, device=self._device)
@@ -94,9 +94,9 @@ class RowParts:
         return PickedIds(rows, torch.full_like(rows, -1), rows.clone(), offsets, counted, count)
 
     def pick(self, ids: Tensor, out: PickedIds) -> None:
-        """Launches the picking. ids: int32 [part][T][G, hot] flat, as batches have them.
+        """Launches the picking. ids: int32 [part][T][G, hot], flat.
 
-        Where the ids overflow, `out` has the first of them.
+        If the ids overflow, `out` holds the first ones.
         """
         pick_rows(ids, self._table, Picks(out.rows, out.sort_rows, out.bags, out.offsets, out.counted))
         out.count.copy_(out.counted, non_blocking=True)

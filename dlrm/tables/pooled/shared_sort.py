@@ -1,8 +1,8 @@
-"""The sort of ids for the table update, shared out among ranks of a node that hold columns of the same tables.
+"""The sort of ids for the table update, divided among ranks of a node that hold columns of the same tables.
 
-These ranks get the same ids, and need them in the same order. Rows are counted one table after another, and each table
-has a constant number of ids, so the offset of a table's ids among all sorted ids is constant, and their order depends
-on no other table: each rank sorts the ids of some tables, and writes them to the others.
+These ranks receive the same ids, and need them in the same order. Rows are counted one table after another, and each
+table has a constant number of ids, so the offset of a table's ids among all sorted ids is constant, and their order
+depends on no other table: each rank sorts the ids of some tables, and writes them to the others.
 """
 
 import heapq
@@ -22,16 +22,16 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
 def sorts_are_shared(plan: Plan) -> bool:
-    """Whether any ranks have a sort to share."""
+    """Whether any ranks can share a sort."""
     tables = [_tables(plan, rank) for rank in range(plan.world_size)]
     return len(set(tables)) < len(tables)
 
 
 class SharedSort:
-    """Equals `FixedTBE.sort`, to the bit, with the other ranks that hold the same tables.
+    """Gives the same result as `FixedTBE.sort`, bit by bit, together with the other ranks that hold the same tables.
 
-    Needs two barriers of all ranks for each buffer, which the caller launches: one between the sorts that write it and
-    the update that reads it, and one between that update and the next sorts that write it.
+    For each buffer the caller launches two barriers of all ranks: one between the sorts that write it and the update
+    that reads it, and one between that update and the next sorts that write it.
     """
 
     def __init__(self, layout: Layout, tbe: FixedTBE, memory: PeerMemory) -> None:
@@ -41,7 +41,7 @@ class SharedSort:
         self._memory, self._alone = memory, len(sharers) == 1
         samples = shape.part_samples * ranks.world_size
         ids = [[samples * tables.hot[table] for table in of_rank] for of_rank in held]
-        """Ids of a part of the batch, by rank and table."""
+        """Number of ids of a part of the batch, by rank and table."""
         self._longest = shape.parts * max(map(sum, ids))
         own, before = ids[ranks.rank], [sum(ids[ranks.rank][:place]) for place in range(len(ids[ranks.rank]))]
         share = _share_out(own, len(sharers))[sharers.index(ranks.rank)]
@@ -67,8 +67,8 @@ class SharedSort:
         self._sorted = torch.zeros(2, count, dtype=torch.int32, device=ranks.device)
 
     def empty(self) -> PeerTensors:
-        """Returns buffers of zeros, int32, flat: sorted ids, then their bags, each with room for those of the rank that
-        has most. Collective."""
+        """Returns buffers of zeros, int32, flat: sorted ids, then their bags, each with the capacity that the rank with
+        the most ids needs. Collective."""
         return self._memory.zeros(2 * self._longest, dtype=torch.int32)
 
     def views(self, buffers: PeerTensors) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class SharedSort:
         return sorted_ids, sorted_bags
 
     def sort(self, ids: Tensor, buffers: PeerTensors) -> None:
-        """Sorts this rank's share of `ids`, int32 [part][T][G, hot], flat, into the buffers of all that share it."""
+        """Sorts this rank's share of `ids`, int32 [part][T][G, hot], flat, into the buffers of all sharing ranks."""
         if self._alone:
             sort_ids(ids, self._table, *self.views(buffers))
             return
@@ -91,7 +91,8 @@ def _tables(plan: Plan, rank: int) -> tuple[int, ...]:
 
 
 def _share_out(ids: Sequence[int], ranks: int) -> list[list[int]]:
-    """Returns the places of the tables that each rank sorts: most ids first, each to the rank of fewest."""
+    """Returns the positions of the tables that each rank sorts: most ids first, each to the rank with the fewest
+    ids."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     load = [(0, rank) for rank in range(ranks)]
     for place in sorted(range(len(ids)), key=lambda place: -ids[place]):

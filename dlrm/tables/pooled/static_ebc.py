@@ -1,8 +1,8 @@
 """A sharded embedding-bag collection of fixed shapes, straight on FBGEMM's table-batched embeddings (TBE).
 
-Local batch, multi-hot sizes and plan are constants, so every split, offset and layout is too: nothing of an iteration
-depends on the host, and all of it can be captured in a CUDA graph. One rank's ids and vectors, for W ranks, B local
-samples, G = W * B, and the rank's T shards of C columns each:
+Local batch, multi-hot sizes and plan are constants, and therefore every split, offset and layout: no part of an
+iteration depends on the host, and all of it can be captured in a CUDA graph. One rank's ids and vectors, for W ranks, B
+local samples, G = W * B, and the rank's T shards of C columns each:
 
     local ids      [feature][B, hot]            as a Batch has them
     sent           [rank][its shards][B, hot]   one all-to-all with constant splits
@@ -11,18 +11,18 @@ samples, G = W * B, and the rank's T shards of C columns each:
     pooled         [G, T * C]                   rows r * B .. (r + 1) * B belong to rank r: the all-to-all sends as is
     output         [rank s][B, T_s * C_s]       regrouped into the columns of the interaction input
 
-A rank that holds a part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors
-are summands of the output. Batches with too many for its lists run eagerly, on all ranks.
+A rank that holds part of a table's rows picks its ids out of `looked up`, see row_parts.py, and its pooled vectors are
+summands of the output. Batches with too many ids for its lists run eagerly, on all ranks.
 
-Where rows have places, on two tiers of memory or made when they are first named (placed_rows.py), lookup and update
-take these in place of rows.
+If rows have places, on two tiers of memory or created when first named (placed_rows.py), lookup and update use places
+instead of rows.
 
-In peer memory the ids of local samples are written straight to where they are looked up, on all ranks, and the lookup
-itself writes `output`, of all ranks: neither ids nor pooled vectors lie anywhere on the way.
+With peer memory, the ids of local samples are written straight to the memory where they are looked up, on all ranks,
+and the lookup itself writes `output`, of all ranks: neither ids nor pooled vectors have an intermediate buffer.
 
-Pooled vectors and their gradients can travel in several parts, equal ranges of each rank's local samples, so that one
-part's way overlaps with other work on another. From `looked up` on, everything above is then one part's, with B its
-local samples; ids and gradients of the parts stand one after the other.
+Pooled vectors and their gradients can be exchanged in several parts, equal ranges of each rank's local samples, so that
+one part's exchange overlaps with other work on another. From `looked up` on, the table above then describes one part,
+with B its local samples; ids and gradients of the parts follow one another.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ class TableShard:
     weights: Tensor | StoredRows
     """fp32 [rows of the shard, columns]."""
     state: Tensor | StoredRows
-    """fp32, Adagrad's sum of squared gradients: [rows, columns], or rowwise [rows, 1]; of SGD [rows, 0]."""
+    """fp32, Adagrad's sum of squared gradients: [rows, columns], or row-wise [rows, 1]; for SGD [rows, 0]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,38 +69,38 @@ class TableUpdates:
 
     optimizer: TableOptimizer
     learning_rate: Tensor
-    """fp32 [1] on the device, which every update of ours reads; FBGEMM's has a copy, see `set_learning_rate`."""
+    """fp32 [1] on the device; our updates read it. FBGEMM's update has a copy, see `set_learning_rate`."""
     presort: bool
-    """Whether ids are sorted after the input dist and tables updated from sorted ids, by exact Adagrad alone; otherwise
-    FBGEMM's fused backward sorts and updates."""
+    """Whether ids are sorted after the input dist and tables updated from sorted ids, with exact Adagrad only;
+    otherwise FBGEMM's fused backward sorts and updates."""
 
 
 class StaticEBC:
-    """The embedding stages of one rank. Its methods launch work and never wait for it."""
+    """The embedding stages of one rank. Its methods launch work and do not wait for it."""
 
     def __init__(
         self, layout: Layout, updates: TableUpdates, way: Way, seed: int, memory: TableMemory | RowPlaces | None = None
     ) -> None:
-        """Collective: makes the process groups of its all-to-alls. memory: of the device for the sharded tables, or
-        places for the rows that are named; None for all of them. ValueError, on every rank, where `memory` is too
-        little, or cannot be had, on any.
+        """Collective: makes the process groups of its all-to-alls. memory: the device's part of the sharded tables, or
+        places for named rows; None: all rows are on the device. ValueError, on every rank, if `memory` is too small or
+        cannot be allocated on any rank.
 
-        Replicated tables are for exact Adagrad, as sorted updates are. Several parts need sorted updates, because
-        FBGEMM's backward updates once for each; so does peer memory on one node.
+        Replicated tables and sorted updates need exact Adagrad. Several parts need sorted updates, because FBGEMM's
+        backward would update once for each part; so does peer memory on one node.
         """
         tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
         optimizer, in_peer_memory = updates.optimizer, isinstance(way, InPeerMemory)
         exact = isinstance(optimizer, Adagrad)
-        assert exact or not (updates.presort or plan.replicated), "exact Adagrad alone"
+        assert exact or not (updates.presort or plan.replicated), "presort and replicated tables: exact Adagrad only"
         assert updates.presort or (shape.parts == 1 and not in_peer_memory)
         assert not layout.in_row_parts or (updates.presort and not in_peer_memory), (
-            "parts of rows: sorted updates and collectives"
+            "row parts: need sorted updates and collectives"
         )
         if isinstance(way, InPeerMemory):
             samples, columns = way.inputs.own.shape
             assert samples == shape.samples
             assert columns >= way.first_column + tables.count * tables.columns, "inputs take all pooled vectors"
-            assert way.inputs.own.dtype == shape.dtype, "pooled vectors are written as they travel"
+            assert way.inputs.own.dtype == shape.dtype, "inputs: in the dtype of pooled vectors"
         self.tables, self.plan, self.shape = tables, plan, shape
         self.device, self.presort = ranks.device, updates.presort
         self._rate = updates.learning_rate
@@ -127,7 +127,7 @@ class StaticEBC:
         of_tbe = (tbe_shape, optimizer, rate, ranks.device, updates.presort)
         self._tbe = FixedTBE(*of_tbe, fbgemm=not in_peer_memory, tiers=self._tiers, places=rows)
         self.dynamic = None if places is None else placed_rows.named_rows(layout, self._tbe, seed, places)
-        """The rows of all tables, where they are made when they are first named; else None."""
+        """The rows of all tables, if they are created when first named; else None."""
         self._ids_exchange = ids_exchange(layout, way)
         self._shared_sort: SharedSort | None = None
         self._exchange: PooledExchange
@@ -147,15 +147,16 @@ class StaticEBC:
 
     @property
     def agrees(self) -> bool:
-        """Whether ranks agree on each batch before it trains: any may have too many picked ids, or too few places."""
+        """Whether ranks must agree on each batch before it trains: any may have too many picked ids or too few
+        places."""
         return self._overflows is not None
 
     def input_dist(self, ids: Tensor, out: DistributedIds) -> None:
-        """Takes ids of this rank's samples, and brings ids of this rank's shards to `out`; `sort` comes after it.
+        """Sends the ids of this rank's samples, and receives the ids of this rank's shards in `out`; `sort` follows.
         Collective.
 
-        ids: int32, the flat ids of one Batch, on the device. out: made by `empty_ids`; in peer memory the other ranks
-        write to it, too, see PeerIdsExchange.
+        ids: int32, the flat ids of one Batch, on the device. out: from `empty_ids`; with peer memory the other ranks
+        write to it, see PeerIdsExchange.
         """
         self._ids_exchange.exchange(ids, out.received)
         if self._row_parts is not None and out.picked is not None:
@@ -164,15 +165,15 @@ class StaticEBC:
             self._replicated.input_dist(ids, out.replicated)
 
     def agree(self, ids: DistributedIds) -> None:
-        """Tells all ranks, after the input dist and `bring_rows`, whether there are more picked ids than `ids` takes,
-        or rows without places, for `eager_ids`. Launches nothing unless `agrees`. Collective."""
+        """Tells all ranks, after the input dist and `bring_rows`, whether there are more picked ids than `ids` can
+        hold, or rows without places, for `eager_ids`. Launches nothing unless `agrees`. Collective."""
         if self._overflows is not None and ids.overflow is not None:
             excess = ids.picked.excess if ids.picked is not None else None
             self._overflows.exchange(ids.placed.lacking if ids.placed is not None else excess, ids.overflow)
 
     def sort(self, ids: DistributedIds) -> None:
-        """Fills `sorted`, if there is any, from `ids`, for the update; ranks that share the sort write one another's,
-        see SharedSort."""
+        """Fills `sorted`, if present, from `ids`, for the update; ranks that share the sort write to one another, see
+        SharedSort."""
         if ids.sorted is None:
             return
         if self._shared_sort is not None and ids.sorted.peers is not None:
@@ -183,9 +184,9 @@ class StaticEBC:
             self._tbe.sort(ids.ids, ids.sorted.ids, ids.sorted.bags)
 
     def empty_ids(self, sorts: bool = True) -> DistributedIds:
-        """Returns memory for one batch's ids, all zero. Collective in peer memory.
+        """Returns memory for one batch's ids, all zero. Collective with peer memory.
 
-        sorts: whether the ids are for an update, too; otherwise lists of picked ids take every batch.
+        sorts: whether the ids are also for an update; otherwise lists of picked ids can hold any batch.
         """
         received = self._ids_exchange.empty()
         assert received.own.numel() == self._tbe.num_ids
@@ -209,18 +210,18 @@ class StaticEBC:
         return SortedIds(torch.zeros_like(size), torch.zeros_like(size))
 
     def expect(self, ids: DistributedIds) -> None:
-        """Announces an input dist into `ids`, and `agree`, before they are launched: `eager_ids` waits for them."""
+        """Announces an input dist into `ids` and its `agree`, before their launch: `eager_ids` waits for them."""
         if ids.picked is not None:
             ids.picked.reset()
         if self._overflows is not None and ids.overflow is not None:
             self._overflows.reset(ids.overflow)
 
     def eager_ids(self, ids: DistributedIds) -> DistributedIds | None:
-        """Returns, once the input dist of a batch has run, the ids with which this rank runs it eagerly, as all ranks
-        do; None, on all ranks, where no rank has more picked ids than its list takes. ValueError, on all ranks, where
-        any has no places for rows that the batch names: none of it has trained then.
+        """Returns, after the input dist of a batch, the ids with which this rank runs the batch eagerly, as all ranks
+        do; None, on all ranks, if no rank has more picked ids than its list can hold. ValueError, on all ranks, if any
+        rank lacks places for rows that the batch names: nothing of the batch has trained then.
 
-        On a rank whose list takes its picked ids these are `ids` themselves. The host waits for the device only where
+        On a rank whose list holds its picked ids, the result is `ids` itself. The host waits for the device only if
         `agrees`.
         """
         if self._overflows is None or ids.overflow is None:
@@ -246,13 +247,13 @@ class StaticEBC:
 
     @property
     def places_rows(self) -> bool:
-        """Whether rows have places, which lookup and update take."""
+        """Whether rows have places, which lookup and update use."""
         return self._tbe.by_places
 
     def bring_rows(self, ids: DistributedIds, is_new: Tensor) -> None:
-        """Gives the rows of sorted ids their places, and makes those that are new, or brings to the device those that
-        it can while the batch before trains, see TieredRows; ids of an evaluation take their rows where they are. Fills
-        `placed`; launches nothing unless `places_rows`.
+        """Assigns places to the rows of sorted ids, and creates new rows, or moves to the device those that it can
+        while the previous batch trains, see TieredRows; ids of an evaluation use rows where they are. Fills `placed`;
+        launches nothing unless `places_rows`.
 
         is_new: int32 [1] on the device, 0 for a batch that is distributed again.
         """
@@ -265,28 +266,28 @@ class StaticEBC:
             placed_rows.bring_rows(self._tiers, rows, ids.sorted, ids.placed)
 
     def bring_late_rows(self, ids: DistributedIds) -> None:
-        """Brings the other rows of `ids` that are to come, after the update of the batch before and `bring_rows`."""
+        """Moves the remaining rows of `ids` to the device, after the previous batch's update and `bring_rows`."""
         if self._tiers is not None and ids.sorted is not None:
             self._tiers.bring_late()
 
     # Stage 2
 
     def place_unnamed(self, ids: DistributedIds) -> None:
-        """Makes the rows of an evaluation that nobody has named, in memory for them alone, until the next evaluated
+        """Creates the rows of an evaluation that no batch has named, in separate memory, until the next evaluated
         batch. Launches nothing unless rows are `dynamic`."""
         if self.dynamic is not None and ids.placed is not None:
             self.dynamic.place_unnamed(self._tbe.rows_of(ids.ids), ids.placed.lookup)
 
     def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
-        """Looks up a part of the global batch; returns what `output_dist` takes."""
+        """Looks up a part of the global batch; returns the argument for `output_dist`."""
         if ids.picked is not None:
             bags = len(self.shards) * self._part_samples
             return self._tbe.lookup_bags(ids.picked.rows, ids.picked.offsets[part * bags :][: bags + 1])
         return self._exchange.lookup(ids.ids if ids.placed is None else ids.placed.lookup, part)
 
     def output_dist(self, pooled: Tensor | None, out: Tensor, part: int = 0) -> None:
-        """Brings the pooled vectors of a part's local samples to `out`: [B, num_features * dim] with any row stride,
-        tables in order; in peer memory these rows of the interaction's input and no others. Collective."""
+        """Sends the pooled vectors of a part to the ranks of their samples, into `out`: [B, num_features * dim], any
+        row stride, in table order; with peer memory, exactly these rows of the interaction's input. Collective."""
         self._exchange.forward(pooled, out, part)
 
     def lookup_replicated(self, ids: DistributedIds, out: Tensor) -> None:
@@ -302,13 +303,13 @@ class StaticEBC:
         return self._exchange.gradients
 
     def gradient_dist(self, grad: Tensor, part: int = 0) -> None:
-        """Brings the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
+        """Sends the gradient of a part's `out`, shaped like it, to the part's `gradients`. Collective."""
         self._exchange.backward(grad, part)
 
     def update(self, ids: DistributedIds, pooled: Tensor | None, watch: Watch | None = None) -> None:
-        """Updates the rows that `ids` named by `gradients`. pooled: what `lookup` returned for the first part.
+        """Updates the rows that `ids` named by `gradients`. pooled: the result of `lookup` for the first part.
 
-        watch: a LossGuard's; where a flag is raised, no weight or state changes.
+        watch: a LossGuard's; if a flag is raised, no weight or state changes.
         """
         if self.presort:
             assert ids.sorted is not None, "ids of an evaluation update nothing"
@@ -340,13 +341,13 @@ class StaticEBC:
     # State
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the rate of FBGEMM's update, which reads no tensor, from the next update on; a graph keeps the rate of
-        its capture."""
+        """Sets the rate of FBGEMM's update, which reads no tensor, starting with the next update; a graph keeps the
+        rate of its capture."""
         self._tbe.set_learning_rate(value)
 
     def table_shards(self) -> Iterator[TableShard]:
-        """Yields every shard of this rank, replicated tables included, with its weights and optimizer state, as
-        views; none where rows are `dynamic`, which have no order."""
+        """Yields every shard of this rank, including replicated tables, with its weights and optimizer state, as views;
+        none if rows are `dynamic`, because these have no order."""
         if self.dynamic is not None:
             return
         for shard, start in zip(self.shards, self._tbe.first_row, strict=True):
@@ -373,7 +374,7 @@ class StaticEBC:
         return {"table_rows": [device, *(t for of in replicated for t in of)], "table_rows_in_host_memory": [host]}
 
     def describe_tiers(self) -> dict[str, int | float] | None:
-        """Returns the record's facts about this rank's tiers; None without them. Waits for the device."""
+        """Returns this rank's tier data for the record; None without tiers. Waits for the device."""
         return None if self._tiers is None else self._tiers.describe()
 
     def forget_moves(self) -> None:

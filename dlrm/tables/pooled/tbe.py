@@ -1,4 +1,4 @@
-"""One table-batched embedding (TBE) of tables of one width, by FBGEMM's or our kernels, as a single matrix."""
+"""One table-batched embedding (TBE) of tables of one width as a single matrix, with FBGEMM's or our kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,10 +53,10 @@ class FixedTBE:
     """Tables of `columns` columns with fixed multi-hot sizes over `samples` samples.
 
     The tables are stored one after another: `weights` are fp32 [sum(rows), columns], table t's rows start at
-    `first_row[t]`; `state`, the optimizer's, has as many rows and `TableOptimizer.state_columns` columns. Samples come
-    in `parts`, each looked up by itself: ids are int32 [part][table][samples, hot], flat. A part's pooled vectors are
-    [samples, tables * columns]. The bag of a part's (sample, table) has number (part * samples + sample) * tables +
-    table: its row where the pooled matrices of all parts, one below the other, are viewed as [parts * samples * tables,
+    `first_row[t]`; the optimizer's `state` has the same number of rows and `TableOptimizer.state_columns` columns.
+    Samples come in `parts`, each looked up separately: ids are int32 [part][table][samples, hot], flat. A part's pooled
+    vectors are [samples, tables * columns]. The bag of a part's (sample, table) has number (part * samples + sample) *
+    tables + table: its row when the stacked pooled matrices of all parts are viewed as [parts * samples * tables,
     columns].
     """
 
@@ -72,30 +72,30 @@ class FixedTBE:
         places: int | None = None,
     ) -> None:
         """sorted_updates: the tables are updated from the results of `sort` and never by FBGEMM's backward. fbgemm:
-        `lookup` may be called; otherwise the Adagrad state of each row is stored right after its weights, and the rows
-        of both are strided. tiers: has the rows of all tables, on two tiers; `weights` and `state` are those on the
-        device, and places take the place of rows in all that reads or writes them. places: number of rows in memory,
-        of all tables together, which are read and written by their places likewise; None: all rows."""
+        `lookup` may use FBGEMM; otherwise the Adagrad state of each row is stored right after its weights, and the rows
+        of both are strided. tiers: holds the rows of all tables on two tiers; `weights` and `state` are those on the
+        device, and all reads and writes use places instead of rows. places: number of rows in memory, for all tables
+        together, likewise read and written by places; None: all rows."""
         rows, hot, columns, samples, parts = shape.rows, shape.hot, shape.columns, shape.samples, shape.parts
         self._tbe: SplitTableBatchedEmbeddingBagsCodegen | None = None
         self.host: Tensor | None = None
         """fp32 [H, 2, columns], the rows of `tiers` in host memory."""
         self._pooled: PooledLookup | None = None
         if tiers is not None:
-            assert sorted_updates, "FBGEMM takes no rows in host memory"
+            assert sorted_updates, "FBGEMM does not support rows in host memory"
             self.weights, self.state, self.host = tiers.memory.weights, tiers.memory.state, tiers.memory.host
             self._pooled = PooledLookup(shape, device) if fbgemm else None
         elif fbgemm:
             self._tbe, self.weights, self.state = _fbgemm_tables(shape, places, optimizer, learning_rate, device)
         else:
-            assert sorted_updates, "FBGEMM's backward has its own layout"
-            assert isinstance(optimizer, Adagrad), "the sorted update is exact Adagrad's"
-            # Narrow rows are faster in pairs. One H200, updates of the same number of bytes: 64 columns 849 -> 848 us,
-            # 32 columns 915 -> 854, 16 columns 1188 -> 851.
+            assert sorted_updates, "FBGEMM's backward needs its own layout"
+            assert isinstance(optimizer, Adagrad), "the sorted update implements exact Adagrad only"
+            # Narrow rows are faster when weights and state are adjacent. One H200, updates of the same number of bytes:
+            # 64 columns 849 -> 848 us, 32 columns 915 -> 854, 16 columns 1188 -> 851.
             count = sum(rows) if places is None else places
             self.weights, self.state = torch.zeros(count, 2, columns, device=device).unbind(1)
         self.by_places = tiers is not None or places is not None
-        """Whether places take the place of rows."""
+        """Whether ids are places instead of rows."""
         self.num_tables, self.columns = len(rows), columns
         self.first_row = [sum(rows[:table]) for table in range(len(rows))]
         ends, start = [torch.zeros(1, dtype=torch.int64)], 0
@@ -108,23 +108,23 @@ class FixedTBE:
         self._order: SortTable | None = None
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the rate of FBGEMM's backward, from the next one on; a captured backward keeps the rate of its
+        """Sets the rate of FBGEMM's backward, starting with the next one; a captured backward keeps the rate of its
         capture."""
         if self._tbe is not None:
             self._tbe.set_learning_rate(value)
 
     def lookup(self, ids: Tensor, part: int = 0) -> Tensor:
-        """Returns a part's pooled vectors, [samples, tables * columns]; in the autograd graph where gradients are
-        enabled, and its backward then updates the tables. ids: of all parts; places where rows have such."""
+        """Returns a part's pooled vectors, [samples, tables * columns]; if gradients are enabled, in the autograd
+        graph, and its backward updates the tables. ids: of all parts; places if rows have places."""
         if self._pooled is not None:
             return self._pooled.lookup(self.weights, self.host, self.of_part(ids, part), part)
         assert self._tbe is not None
         return self._tbe(self.of_part(ids, part), self._offsets)
 
     def lookup_bags(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Returns pooled vectors of bags of any length, [samples, tables * columns], outside of the autograd graph.
+        """Returns pooled vectors of bags of any length, [samples, tables * columns], outside the autograd graph.
 
-        rows: int32, of their table; there may be more of them than are in bags. offsets: int32 [tables * samples + 1].
+        rows: int32, of their table; may include rows beyond the last bag. offsets: int32 [tables * samples + 1].
         """
         assert self._tbe is not None
         with torch.no_grad():
@@ -135,7 +135,7 @@ class FixedTBE:
         return ids[part * self._part_ids :][: self._part_ids]
 
     def sort_table(self, tables: Sequence[int]) -> SortTable:
-        """Returns what `sort_ids` takes to sort these tables' ids, [part][table][samples, hot], flat."""
+        """Returns the SortTable to sort these tables' ids, [part][table][samples, hot], flat."""
         samples, parts, hot = self._shape.samples, self._shape.parts, torch.tensor(self._shape.hot)
         of_table = torch.tensor(tables, dtype=torch.int64)
         sizes = hot[of_table].repeat_interleave(samples)
@@ -153,17 +153,17 @@ class FixedTBE:
         sort_ids(ids, self._all_tables(), sorted_ids, sorted_bags)
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """Returns the row of all tables, counted one after another, of each id, int32 [num_ids]."""
+        """Returns each id's row, counted over all tables one after another, int32 [num_ids]."""
         return ids + self._all_tables().first_rows
 
     def _all_tables(self) -> SortTable:
-        if self._order is None:  # not sooner: its memory is as much again as the ids'
+        if self._order is None:  # created on first use: it needs as much memory as the ids
             self._order = self.sort_table(range(self.num_tables))
         return self._order
 
 
 class PooledLookup:
-    """The lookup of a FixedTBE by our kernel, which takes rows on two tiers, into memory of its own."""
+    """The lookup of a FixedTBE by our kernel, which supports rows on two tiers, into its own memory."""
 
     def __init__(self, shape: TBEShape, device: torch.device) -> None:
         columns = len(shape.hot) * shape.columns
@@ -175,7 +175,7 @@ class PooledLookup:
         ]
 
     def lookup(self, weights: Tensor, host: Tensor | None, places: Tensor, part: int) -> Tensor:
-        """Returns a part's pooled vectors, [samples, tables * columns], until its next lookup."""
+        """Returns a part's pooled vectors, [samples, tables * columns], valid until its next lookup."""
         pooled_lookup(weights, places, self._table, self._out[part], host=host)
         return self._out[part].own
 
@@ -183,8 +183,8 @@ class PooledLookup:
 def _fbgemm_tables(
     shape: TBEShape, places: int | None, optimizer: TableOptimizer, learning_rate: float, device: torch.device
 ) -> tuple[SplitTableBatchedEmbeddingBagsCodegen, Tensor, Tensor]:
-    """Returns FBGEMM's TBE, and its weights and optimizer state as matrices. places: rows of one table that all tables
-    share; None where each has its rows."""
+    """Returns FBGEMM's TBE, and its weights and optimizer state as matrices. places: number of rows of the single table
+    that all tables share; None if each table has its own rows."""
     cuda = device.type == "cuda"
     rows = shape.rows if places is None else (places,)
     columns = shape.columns
@@ -197,7 +197,7 @@ def _fbgemm_tables(
         eps=0.0 if isinstance(optimizer, SGD) else optimizer.eps,
         output_dtype=SparseType.BF16 if shape.dtype == torch.bfloat16 else SparseType.FP32,
         pooling_mode=PoolingMode.SUM,
-        # Readers validate ids on the host; a check on the device would cost a kernel an iteration.
+        # Readers validate ids on the host; a check on the device would cost a kernel per iteration.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device,
         embedding_table_index_type=torch.int32,
@@ -207,6 +207,6 @@ def _fbgemm_tables(
     states = [state for (state,) in tbe.split_optimizer_states()]
     size = (sum(rows), optimizer.state_columns(columns))
     assert sum(state.numel() for state in states) == size[0] * size[1]
-    # Views of one buffer, one for each table: taken together.
+    # The states are views of one buffer, one per table; combines them.
     first = states[0].view(-1) if states else torch.empty(0, device=device)
     return tbe, weights, first.as_strided(size, (size[1], 1), first.storage_offset())

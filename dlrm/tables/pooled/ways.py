@@ -1,4 +1,4 @@
-"""The ways in which a static EBC's ranks exchange ids, pooled vectors and gradients: values with all they need."""
+"""The ways in which a static EBC's ranks exchange ids, pooled vectors and gradients: values with all their inputs."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything that the shapes of an EBC's exchanges follow from."""
+    """Everything that determines the shapes of an EBC's exchanges."""
 
     tables: Tables
     plan: Plan
@@ -21,21 +21,21 @@ class Layout:
 
     @property
     def in_row_parts(self) -> bool:
-        """Whether any rank has a part of any table's rows."""
+        """Whether any rank has part of any table's rows."""
         return any(shard.row_parts > 1 for shard in self.plan.shards)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingBarriers:
-    """The barriers that exchanges in peer memory launch themselves, and the requirements on each."""
+    """The barriers that peer-memory exchanges launch themselves, and the requirements on each."""
 
     ids: Barrier
     """Comes after every rank has written the ids of its samples to their owners, and before an owner reads them."""
     pooled: tuple[Barrier, ...]
-    """One a part of the batch. Comes after every rank has written the part's pooled vectors, to the ranks of the
+    """One per part of the batch. Comes after every rank has written the part's pooled vectors, to the ranks of the
     samples or, over nodes, to the stage of the exchange between nodes, and before they are read."""
     gradients: tuple[Barrier, ...]
-    """One a part of the batch. The same for the gradients of its pooled vectors, written to the owners of the
+    """One per part of the batch. The same for the gradients of its pooled vectors, written to the owners of the
     tables."""
 
 
@@ -51,14 +51,14 @@ class InPeerMemory:
     memory: PeerMemory
     barriers: EmbeddingBarriers
     inputs: PeerTensors
-    """The dense network's inputs of all ranks, [local batch, columns]."""
+    """The dense network's inputs on all ranks, [local batch, columns]."""
     first_column: int
-    """First column in `inputs` of the first table's pooled vectors; those of the others follow in table order."""
+    """Column of the first table's pooled vectors in `inputs`; those of the other tables follow in table order."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverNodes:
-    """Several nodes: writes to peer memory inside each, collectives between ranks of equal local rank."""
+    """Several nodes: writes to peer memory within each, collectives between ranks of equal local rank."""
 
     memory: PeerMemory
     barriers: EmbeddingBarriers

@@ -1,1 +1,1 @@
-"""Tables in two tiers of memory: rows that are named often on the device, the others in host memory."""
+"""Tables in two tiers of memory: frequently named rows on the device, the others in host memory."""

@@ -1,32 +1,32 @@
-"""The place of each row in two tiers of memory, and which rows move when a batch is known: bookkeeping without data.
+"""The place of each row in two tiers of memory, and the rows to move when a batch is known: bookkeeping without data.
 
-Places 0 .. P - 1 are on the device, P .. R - 1 in host memory; each of the R rows has one, and no place is empty. Rows
-only ever exchange places, one of the host's with one of the device's: what comes in is written where what leaves was.
+Places 0 .. P - 1 are on the device, P .. R - 1 in host memory; each of the R rows has one place, and no place is empty.
+Rows only exchange places, one in host memory with one on the device: an incoming row overwrites an outgoing one.
 
-Of the device's rows G are guests: a ring of places, through which rows that come in pass. The others are residents.
-Batch b + 1 is planned while batch b trains:
+Of the device's rows G are guests: a ring of places that incoming rows pass through. The others are residents. Batch
+b + 1 is planned while batch b trains:
 
-- Missing are the rows that b + 1 names and that are in host memory. Those that b does not name come first thing,
-  `early`. A row that b names too is updated in host memory beside this: it comes after that update, `late`.
-- The k-th missing row takes the place of the k-th row of a window of the ring that may leave: one that neither b nor
-  b + 1 names. Missing rows beyond those are used where they are.
-- A guest whose turn has come is first compared with the resident named least of eight, the next in a walk over all of
-  the device: where the guest has been named more often, the two change roles, and the resident is the one to leave. No
-  data moves for that, so it does not matter who names them. Placement thus follows frequency, by no traffic but that of
-  missing rows. The walk is in strides, so that a batch compares with rows of all tables: place by place it comes to one
-  table after another, and while it is at one whose rows are all named often, no guest stays.
+- Missing rows are those that b + 1 names and that are in host memory. Those that b does not name are moved first,
+  `early`. A row that b also names is updated in host memory at the same time: it is moved after that update, `late`.
+- The k-th missing row takes the place of the k-th row in a window of the ring that may leave: a row that neither b nor
+  b + 1 names. Missing rows beyond these are used where they are.
+- A guest whose turn has come is first compared with the least frequent of eight residents, the next ones in a walk over
+  the device: if the guest has been named more often, the two swap roles, and the resident is the one to leave. That
+  moves no data, so it does not matter who names them. Placement thus follows frequency, with no traffic but that of
+  missing rows. The walk is strided, so that a batch compares with rows of all tables: place by place it would pass
+  through one table after another, and while it is in a table whose rows are all frequent, no guest would stay.
   MLPerf's tables, half of the rows on the device, 13,824 samples a batch, nothing known at first, simulated: 3.8 misses
-  a sample in batches 181 to 200, 4.5 by one resident, the next place; 3.8 by the best places that all counts so far
-  could give. With an eighth of rows and samples 4.1 in batches 401 to 500, where the other stays at 5.0.
+  a sample in batches 181 to 200, 4.5 when comparing with one resident, the next place; 3.8 with the best placement by
+  all counts so far. With an eighth of rows and samples 4.1 in batches 401 to 500, where the other stays at 5.0.
 
-How often a row is named is counted in batches, up to 255, and halved every `halving` batches, some rows with each. A
-count begins as that of 256 batches (`halving`, if fewer) of what is known or assumed of the row: so rows of which
-little is known yet leave a place to those that few batches named, but that are named more often than theirs. Of a
-fraction, as many of the rows as it says begin with one more.
-Batches have numbers 1 .. 255 in turn, and a row has the number of the last one that named it. A row that was named 255
-batches ago, and not since, is taken for one that b or b + 1 names: it stays where it is, and no harm is done.
+A row's frequency is counted in batches, up to 255, and halved every `halving` batches, a few rows in each batch. A
+count starts as if the known or assumed rate of the row had held for 256 batches (`halving`, if fewer): so rows of which
+little is known yet yield to rows that few batches named, but more often than them. For a fractional count, that
+fraction of the rows starts with one more.
+Batches have numbers 1 .. 255 in turn, and a row has the number of the last batch that named it. A row that was last
+named exactly 255 batches ago is mistaken for one that b or b + 1 names: it stays where it is, which is harmless.
 
-All of it is on the device, in fixed shapes, with nothing for the host to decide, and equal batches give equal places.
+All of it is on the device, in fixed shapes, without host decisions, and equal batches give equal places.
 """
 
 from collections.abc import Iterator
@@ -40,10 +40,10 @@ from torch import Tensor
 from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState
 from dlrm_bench.kernels.embedding.plan_moves import plan_moves
 
-_ROWS_AT_A_TIME = 1 << 24  # when places are first made: bounds the memory for that
-_MOST = 255  # that a count holds
-_KNOWN = 256  # batches, at most, that what is known or assumed of a row counts as
-_GOLDEN = 159  # of 256, their golden section
+_ROWS_AT_A_TIME = 1 << 24  # when places are first assigned: bounds the temporary memory
+_MOST = 255  # maximum count
+_KNOWN = 256  # maximum number of batches that prior knowledge of a row counts as
+_GOLDEN = 159  # golden section of 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,20 @@ class PlacementSizes:
     guests: int
     """G, at least 1 and below P."""
     window: int
-    """Rows that come in with a batch, at most; no more than guests."""
+    """Maximum number of rows that come in with a batch; no more than guests."""
     halving: int = 4096
     """Number of batches between two halvings of a row's count."""
 
     def __post_init__(self) -> None:
-        assert 2 <= self.device_rows <= self.rows < 1 << 31, "rows that int32 counts, two of them on the device"
+        assert 2 <= self.device_rows <= self.rows < 1 << 31, "fewer than 2^31 rows, at least two on the device"
         assert 1 <= self.window <= self.guests < self.device_rows
         assert self.halving >= 1
 
     @classmethod
     def of_batches(cls, rows: int, device_rows: int, ids: int) -> "PlacementSizes":
-        """Returns the sizes for batches of `ids` ids. An eighth of them may come in: of MLPerf's ids with half of the
-        rows on the device some seventieth is missing. Guests stay for four such batches, and are half of the device's
-        rows at most."""
+        """Returns the sizes for batches of `ids` ids. An eighth of them may come in: with half of the rows on the
+        device, about a seventieth of MLPerf's ids are missing. Guests stay for four such batches, and are at most half
+        of the device's rows."""
         guests = max(1, min(device_rows // 2, 4 * max(_LEAST_WINDOW, ids // 8)))
         return cls(rows=rows, device_rows=device_rows, guests=guests, window=max(1, guests // 4))
 
@@ -79,11 +79,11 @@ _LEAST_WINDOW = 1024
 
 
 class Placement:
-    """See above."""
+    """The placement of a rank's rows; see the module's docstring."""
 
     COUNTED = ("batches", "misses", "moved", "in_place")
-    """Names of the state's `counters`: batches; rows that they name and that were in host memory; those of them that
-    came to the device, and those that were used in place."""
+    """Names of the state's `counters`: batches; missing rows, that is, named rows in host memory; missing rows moved
+    to the device; and missing rows used in place."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Placement:
         device: torch.device,
         expected: NDArray[np.float32],
     ) -> None:
-        """expected: the number of a batch's ids that are expected to name each row, [R]. The P rows of the largest
-        numbers are on the device at first, of equal ones the first."""
-        assert expected.shape == (sizes.rows,), "a number for each row"
+        """expected: the expected number of a batch's ids that name each row, [R]. The P rows with the largest numbers
+        are on the device at first; of equal ones, the first."""
+        assert expected.shape == (sizes.rows,), "expected: a number for each row"
         self.sizes = sizes
         stripe = sizes.rows // sizes.halving + 1
         ring = torch.arange(sizes.device_rows - sizes.guests, sizes.device_rows, dtype=torch.int32, device=device)
@@ -123,16 +123,16 @@ class Placement:
         return self.state.place[:-1]
 
     def plan(self, rows: Tensor) -> Moves:
-        """Gives the rows of a batch their places, and returns the exchanges that bring them there; their memory is used
-        again for the next batch.
+        """Assigns places to the rows of a batch, and returns the exchanges that move them there; the result's memory is
+        reused for the next batch.
 
-        rows: int32 [N], ascending, those below 0 padding.
+        rows: int32 [N], ascending, negative ones are padding.
         """
         plan_moves(rows, self.state, self._moves)
         return self._moves
 
     def places(self, rows: Tensor, out: Tensor) -> None:
-        """Writes the places of rows, int32 [N], to `out`; -1 of those below 0."""
+        """Writes the places of rows, int32 [N], to `out`; -1 for negative rows."""
         torch.index_select(self.state.place, 0, torch.where(rows < 0, self.sizes.rows, rows), out=out)
 
     def forget(self) -> None:
@@ -142,7 +142,7 @@ class Placement:
     # Construction
 
     def _settle(self, expected: NDArray[np.float32]) -> None:
-        """Gives all rows their first places, in the order of the rows, and their first counts."""
+        """Assigns initial places, in row order, and initial counts to all rows."""
         on_device, in_host, device = 0, self.sizes.device_rows, self.place.device
         least, last = _least_and_last(expected, self.sizes.device_rows)
         counts = self.state.counts.view(-1)
@@ -150,8 +150,8 @@ class Placement:
             part = torch.from_numpy(expected[rows]).to(device)
             number = torch.arange(rows.start, rows.stop, device=device)
             stays = (part > least) | ((part == least) & (number <= last))
-            of_batches = -torch.expm1(-part) * min(self.sizes.halving, _KNOWN)  # which name the row once or more
-            fractions = (number * _GOLDEN % 256) / 256  # from 0 to 1, alike in any run of rows
+            of_batches = -torch.expm1(-part) * min(self.sizes.halving, _KNOWN)  # batches that name the row
+            fractions = (number * _GOLDEN % 256) / 256  # from 0 to 1, evenly spread in any run of rows
             counts[rows] = (of_batches + fractions).clamp(max=_MOST).to(torch.uint8)
             of_device, of_host = stays.cumsum(0), (~stays).cumsum(0)
             self.place[rows] = torch.where(stays, of_device + (on_device - 1), of_host + (in_host - 1)).int()
@@ -162,12 +162,12 @@ class Placement:
 
 
 def _least_and_last(numbers: NDArray[np.float32], count: int) -> tuple[float, int]:
-    """Returns the least of the `count` largest numbers, and the last of its places that is one of the `count`."""
+    """Returns the smallest of the `count` largest numbers, and its last position among these `count`."""
     least = np.partition(numbers, len(numbers) - count)[len(numbers) - count]
     equal = np.flatnonzero(numbers == least)
     return float(least), int(equal[count - np.count_nonzero(numbers > least) - 1])
 
 
 def pieces(rows: int, size: int) -> Iterator[slice]:
-    """Yields ranges of `size` rows at most that make up `rows`."""
+    """Yields ranges of at most `size` rows that together cover `rows`."""
     return (slice(first, min(first + size, rows)) for first in range(0, rows, size))

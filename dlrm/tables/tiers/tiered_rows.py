@@ -11,15 +11,15 @@ from dlrm_bench.dlrm.tables.tiers.placement import Placement, PlacementSizes, pi
 from dlrm_bench.kernels.embedding._placement_state import Moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
 
-_PIECE_ELEMENTS = 1 << 24  # of rows that are copied in the order of the rows
+_PIECE_ELEMENTS = 1 << 24  # elements copied at a time, in row order
 
 
 class TieredRows:
     """Weights and state of R rows, of which the device holds P.
 
-    A batch's rows come to the device by `bring`, as far as they may while the batch before trains, and by `bring_late`
-    once that has changed its rows for the last time. Both change no row that the batch before names, nor the place of
-    one; so lookup and update of it may run beside `bring`.
+    `bring` moves a batch's rows to the device as far as possible while the previous batch trains, `bring_late` the rest
+    after the previous batch's last update. Both change no row that the previous batch names, nor its place; so that
+    batch's lookup and update may overlap with `bring`.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class TieredRows:
         device: torch.device,
         expected: NDArray[np.float32],
     ) -> None:
-        """expected: as Placement takes it. Collective. ValueError, on every rank, where any cannot have the memory."""
+        """expected: as for Placement. Collective. ValueError, on every rank, if any cannot allocate the memory."""
         memory, error = None, None
         try:
             host = host_zeros(sizes.rows - sizes.device_rows, columns, device)
@@ -43,13 +43,13 @@ class TieredRows:
         self._moves: Moves | None = None
 
     def bring(self, rows: Tensor) -> None:
-        """Gives the rows of a batch their places, and brings those that the batch before does not name. rows: as
-        Placement.plan takes them."""
+        """Assigns places to the rows of a batch, and moves those that the previous batch does not name. rows: as for
+        Placement.plan."""
         self._moves = self.placement.plan(rows)
         exchange_rows(self.memory, self._moves.device, self._moves.host, self._moves.early)
 
     def bring_late(self) -> None:
-        """Brings the rows that the batch before names too, after its update."""
+        """Moves the rows that the previous batch names too, after its update."""
         assert self._moves is not None, "after `bring`"
         exchange_rows(self.memory, self._moves.device, self._moves.host, self._moves.late)
 
@@ -60,8 +60,8 @@ class TieredRows:
         return weights, state
 
     def describe(self) -> dict[str, int | float]:
-        """Returns rows and gigabytes (10^9 bytes) of each tier, and of all batches so far what Placement.counters has.
-        Waits for the device."""
+        """Returns rows and gigabytes (10^9 bytes) of each tier, and Placement.counters over all batches so far. Waits
+        for the device."""
         device, host = self.memory
         return {
             "device_rows": len(device),
@@ -73,21 +73,21 @@ class TieredRows:
 
 
 class StoredRows:
-    """A matrix of weights or state, whose rows are in two tiers: as much of a Tensor as checkpoints need.
+    """A matrix of weights or state with rows in two tiers: the subset of Tensor's interface that checkpoints need.
 
-    Slices are matrices over the same memory. Nothing may move rows while one is read or written.
+    Slices are matrices over the same memory. No rows may move while it is read or written.
     """
 
     dtype = torch.float32
 
     def __init__(self, rows: TieredRows, which: int, of_rows: range, columns: range) -> None:
-        """which: 0 of weights, 1 of state."""
+        """which: 0 for weights, 1 for state."""
         assert columns.step == 1, "adjacent columns"
         self._rows, self._which, self._of_rows, self._columns = rows, which, of_rows, columns
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors that it reads and takes."""
+        """The device of the tensors that it returns and accepts."""
         return self._rows.memory.device.device
 
     @property
@@ -123,7 +123,7 @@ class StoredRows:
         copy_rows(self._rows.memory, places, self._which, self._columns.start, values, writes)
 
     def pieces(self, elements: int = _PIECE_ELEMENTS) -> "list[tuple[slice, StoredRows]]":
-        """Returns the matrix in pieces of at most so many elements, each with its rows."""
+        """Returns the matrix in pieces of at most `elements` elements, each with its rows."""
         size = max(1, elements // max(1, len(self._columns)))
         return [(rows, self[rows]) for rows in pieces(len(self._of_rows), size)]
 
@@ -134,5 +134,5 @@ def _raise_on_all_ranks(error: str | None) -> None:
     for rank, of_rank in enumerate(errors):
         if of_rank is not None:
             raise ValueError(
-                f"--table-memory: rank {rank}: {of_rank}; give another share, or use more GPUs or a host of more memory"
+                f"--table-memory: rank {rank}: {of_rank}; give another share, more GPUs, or a host with more memory"
             )

@@ -1,4 +1,4 @@
-"""Batches of an HSTU model: jagged histories, candidates, actions and labels; drawn at random, by seed."""
+"""Batches of an HSTU model: jagged histories, candidates, actions and labels; drawn at random from a seed."""
 
 import math
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ class HstuBatch(FieldBatch):
     """B samples of E events in all.
 
     features: int64 ids of all tables, keys "history <table>" (a history's events), "candidate <table>"
-    (config.candidates a sample) and "user <table>" (one a sample). actions: int64 [E], the kind of each event. labels:
-    fp32 [B * candidates], 1 where the user liked the candidate.
+    (config.candidates per sample) and "user <table>" (one per sample). actions: int64 [E], the kind of each event.
+    labels: fp32 [B * candidates], 1 if the user liked the candidate.
 
     A padded batch has additional sequences, of events that belong to no sample, so that E is one of `capacities`, the
     same on all ranks. Their number is the same in every batch, and none is longer than a history may be: FBGEMM's
-    lookup and permutation of sequences have one warp for each sequence, so that a single long one takes longer than all
+    lookup and permutation of sequences use one warp per sequence, so that a single long one takes longer than all
     samples.
     """
 
@@ -35,11 +35,12 @@ class HstuBatch(FieldBatch):
 
 
 def capacities(config: HstuConfig, batch_size: int) -> list[int]:
-    """Returns the possible numbers of events of padded batches, ascending: each batch has the least of them that holds
-    the events of every rank's batch.
+    """Returns the possible numbers of events of padded batches, ascending; each batch uses the smallest one that can
+    hold every rank's events.
 
-    The largest is four standard deviations above the mean of all batches, or that of the longest histories, if smaller.
-    From there they go down by one deviation, or by a sixteenth of the mean, if larger, as each takes a graph and its
+    The largest is four standard deviations above the mean of all batches, or the total of longest histories, if
+    smaller. From there they go down in steps of one deviation, or of a sixteenth of the mean, if larger, because each
+    needs a graph and its memory, to one deviation below the mean: at most six.
     memory, to one deviation below the mean: six at most.
     """
     mean, deviation = batch_size * config.mean_history, 2 * _spread(config) / math.sqrt(12) * math.sqrt(batch_size)
@@ -55,7 +56,7 @@ def spare_sequences(config: HstuConfig, batch_size: int) -> int:
 
 
 def batch_ids(config: HstuConfig, batch_size: int) -> list[dict[str, int]]:
-    """Returns the number of ids of each feature in padded batches of each capacity, as TrimmedECSharder takes it."""
+    """Returns the number of ids of each feature in padded batches of each capacity, in TrimmedECSharder's format."""
     tables = {HISTORY: config.of_event(), CANDIDATE: config.of_event(), USER: config.of_user()}
     made = []
     for capacity in capacities(config, batch_size):
@@ -67,12 +68,12 @@ def batch_ids(config: HstuConfig, batch_size: int) -> list[dict[str, int]]:
 def random_batches(
     config: HstuConfig, batch_size: int, seed: int, rank: int = 0, padded: bool = False, ranks: int = 1
 ) -> Iterator[HstuBatch]:
-    """Yields batches of this rank without end; equal arguments give equal batches, padded or not. ranks: number of
-    ranks that pad their batches to one capacity, by their lengths, which each of them draws for all.
+    """Yields this rank's batches without end; equal arguments give equal batches, padded or not. ranks: number of ranks
+    that pad their batches to one capacity; each rank draws the lengths of all of them.
 
-    Lengths are drawn uniformly from an interval about config.mean_history that ends at max_history at most, again where
-    a batch has more events than any capacity; ids as rows ** u of a uniform u, so that few rows are named often. A
-    label depends on the candidate's first id, so that losses fall.
+    Lengths are uniform in an interval around config.mean_history that ends at max_history at most, and redrawn if a
+    batch has more events than any capacity; ids are rows ** u for a uniform u, so that few rows are frequent. A label
+    depends on the candidate's first id, so that losses can fall.
     """
     generator, room = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63), 0
     lengths_of = [_lengths(config, batch_size, seed, one) for one in range(max(ranks, rank + 1))]
@@ -113,11 +114,12 @@ def _lengths(config: HstuConfig, batch_size: int, seed: int, rank: int) -> Itera
 
 
 def _spread(config: HstuConfig) -> int:
-    """Returns the largest distance of lengths from their mean."""
+    """Returns the largest difference of lengths from their mean."""
     return min(config.max_history - config.mean_history, config.mean_history - 1)
 
 
 def _ids(generator: torch.Generator, rows: int, count: int, more: int) -> Tensor:
-    """Returns `count` random ids, and `more` ids of padding, spread over all rows, so that no row gets all of them."""
+    """Returns `count` random ids, and `more` padding ids spread over all rows, so that no single row gets all of
+    them."""
     drawn = float(rows) ** torch.rand(count, generator=generator, dtype=torch.float64)
     return torch.cat([(drawn.long() - 1).clamp_(0, rows - 1), torch.arange(more) % rows])

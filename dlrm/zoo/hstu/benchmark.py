@@ -29,7 +29,7 @@ HSTU = Benchmark(
         ),
         "hstu-small": Preset(
             text="HSTU in DLRMv4's shapes with a tenth of its rows; 32 samples a GPU need 44 GiB on each of two.",
-            # A seed with which 256 samples on two ranks have fewer elements than TorchRec's limit, 2 ** 31.
+            # With this seed, 256 samples on two ranks have fewer elements than TorchRec's limit, 2 ** 31.
             training=TrainingConfig(
                 model=SMALL, data=HstuData(), optimizer=_OPTIMIZER, local_batch_size=4, precision="bf16", seed=4
             ),
@@ -38,7 +38,7 @@ HSTU = Benchmark(
     },
     ladders=ladders(
         for_graphs=("--data.padded",),
-        whole="iteration-or-dense",  # dense where the plan splits tables by rows
+        whole="iteration-or-dense",  # dense if the plan splits tables by rows
     ),
     pipelines=PIPELINES,
     ruleset=None,

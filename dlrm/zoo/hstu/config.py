@@ -1,6 +1,6 @@
 """Sizes of an HSTU ranking model and of its batches (Zhai et al. 2024, arXiv 2402.17152).
 
-MLPerf's DLRMv4 trains such a model on Yambda-5b: 3 layers of 4 heads, width 512, 128 a head, 11 tables of 512 columns
+MLPerf's DLRMv4 trains such a model on Yambda-5b: 3 layers of 4 heads, width 512, 128 per head, 11 tables of 512 columns
 with 293 million rows, histories of at most 4,086 events and one candidate.
 """
 
@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.zoo.config import RandomData
 
 MEAN_HISTORY = 2660
-"""Mean number of events in a history of Yambda-5b that is cut at 4,086; its distribution is not published."""
+"""Mean number of events in a history of Yambda-5b truncated at 4,086; its distribution is not published."""
 
 
 class Table(NamedTuple):
@@ -28,12 +28,12 @@ class HstuConfig:
     """Sizes of the model and of its batches. Widths are in elements, lengths in tokens."""
 
     event_rows: tuple[int, ...]
-    """Number of rows of each table of an event, with one id an event of a history and one a candidate. Before
+    """Number of rows of each event table, which has one id per event of a history and one per candidate. Before
     table_scale."""
     user_rows: tuple[int, ...] = ()
-    """Number of rows of each table of a user, with one id a sample. Before table_scale."""
+    """Number of rows of each user table, which has one id per sample. Before table_scale."""
     table_scale: float = 1.0
-    """Factor on every table's number of rows, of which at least one stays; below 1 it fits the tables on smaller
+    """Factor on every table's number of rows, rounded up to at least one; values below 1 fit the tables on smaller
     GPUs."""
     width: int = 512
     """Columns of every table, and the width of a token."""
@@ -42,22 +42,22 @@ class HstuConfig:
     heads: int = 4
     """Number of heads of each layer."""
     head_width: int = 128
-    """Width of queries, keys, values and gates of a head; a power of two from 16 on."""
+    """Width of queries, keys, values and gates of a head; a power of two, at least 16."""
     head_hidden: int = 256
     """Width of the hidden layer between a candidate's token and its logit."""
     actions: int = 5
     """Number of kinds of events: listen, like, dislike and so on."""
     max_history: int = 4086
-    """Number of events of the longest history."""
+    """Number of events in the longest history."""
     mean_history: int = MEAN_HISTORY
     """Mean number of events in a history."""
     candidates: int = 1
-    """Number of candidates to rank, of every sample."""
+    """Number of candidates to rank per sample."""
 
     def __post_init__(self) -> None:
         require(
             self.head_width >= 16 and not self.head_width & (self.head_width - 1),
-            f"--model.head-width is {self.head_width}: it must be a power of two from 16 on",
+            f"--model.head-width is {self.head_width}: it must be a power of two, at least 16",
         )
         require(
             0 < self.mean_history <= self.max_history,
@@ -66,11 +66,11 @@ class HstuConfig:
         )
         require(
             len(self.event_rows) > 0,
-            "--model.event-rows: without a table of an event, a history has no embeddings",
+            "--model.event-rows: at least one event table is needed, because a history has no embeddings otherwise",
         )
         require(
             all(0 < rows < 2**31 for rows in (*self.event_rows, *self.user_rows)),
-            "--model.event-rows, --model.user-rows: a table has at least one row and less than 2^31",
+            "--model.event-rows, --model.user-rows: a table must have at least one row and fewer than 2^31",
         )
         require(0 < self.table_scale <= 1, f"--model.table-scale is {self.table_scale}: choose 0 < scale <= 1")
         for flag in ("layers", "heads", "head_hidden", "actions", "candidates"):
@@ -87,7 +87,7 @@ class HstuConfig:
 
     @property
     def tables(self) -> Tables:
-        """The embedding tables as built; ids a sample are a mean."""
+        """The embedding tables as built; ids per sample are a mean."""
         events, users = self.of_event(), self.of_user()
         return Tables(
             names=tuple(table.name for table in (*events, *users)),
@@ -98,11 +98,11 @@ class HstuConfig:
         )
 
     def of_user(self) -> list[Table]:
-        """Returns the tables of a user."""
+        """Returns the user tables."""
         return self._scaled("user", self.user_rows)
 
     def of_event(self) -> list[Table]:
-        """Returns the tables of an event."""
+        """Returns the event tables."""
         return self._scaled("event", self.event_rows)
 
     def _scaled(self, kind: str, rows: tuple[int, ...]) -> list[Table]:
@@ -114,8 +114,8 @@ class HstuData(RandomData):
     """Histories drawn at random."""
 
     padded: bool = False
-    """Pad the events of a batch to one of a few numbers, the same on all ranks, for graphs and a trimmed input dist. A
-    padded batch trains the same as the batch without padding."""
+    """Pad the events of a batch to one of a few numbers, the same on all ranks, for graphs and a trimmed input dist.
+    Padding does not change the training."""
 
 
 EVENT_SHARES = (0.032, 0.0044, 0.0115)
@@ -124,8 +124,8 @@ USER_SHARES = (0.0034, 0.42, 0.35, 0.16, 0.0187)
 """Shares of all rows: the tables of the user, and of the user crossed with artist, album, hour and length of a
 track."""
 SMALL_ROWS = 30_000_000
-"""About the number of rows of hstu-small. The split is ours: it keeps DLRMv4's number of tables, a tenth of their sum,
-and most rows in tables of users crossed with another feature."""
+"""Approximate number of rows of hstu-small. The split is ours: it keeps DLRMv4's number of tables, a tenth of their
+sum, and most rows in tables of users crossed with another feature."""
 
 TINY = HstuConfig(
     event_rows=(500, 50),

@@ -15,8 +15,8 @@ from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_ba
 
 
 class SiluAttention(torch.autograd.Function):
-    """`kernels.silu_attention` of a projection [T, heads * 4 * width] that holds u, v, q and k of all heads, in this
-    order: returns [T, heads * width]. u's gradient comes from the user of u."""
+    """Applies `kernels.silu_attention` to a projection [T, heads * 4 * width] with u, v, q and k of all heads, in this
+    order: returns [T, heads * width]. u's gradient comes from u's later use."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
@@ -46,7 +46,7 @@ def _by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 @torch.fx.wrap
 def silu_attention(projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
-    """Calls SiluAttention; in a function, which TorchRec's trace of a model takes whole."""
+    """Calls SiluAttention; a separate function, because TorchRec's trace of a model does not look into it."""
     return SiluAttention.apply(projected, offsets, targets, max_length, heads)
 
 
@@ -72,7 +72,7 @@ class HstuLayer(nn.Module):
         return tokens + self._linear(self.output, gated)
 
     def _linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
-        """Applies `linear`, in bf16 in a bf16 layer; autocast would be lost on TorchRec's trace of a model."""
+        """Applies `linear`, in bf16 in a bf16 layer; TorchRec's trace of a model would lose autocast."""
         if not self._bf16:
             return linear(x)
         return functional.linear(*(of.to(torch.bfloat16) for of in (x, linear.weight, linear.bias)))

@@ -1,7 +1,7 @@
-"""An HSTU ranking model: tables by TorchRec's EmbeddingCollection, tokens, layers, a logit a candidate.
+"""An HSTU ranking model: tables in TorchRec's EmbeddingCollection, tokens, layers, and one logit per candidate.
 
-An event's token is the sum of its own embeddings and those of its kind, its place and its user; a candidate's lacks a
-kind. Values that depend on lengths are computed on the device: no step reads one on the host.
+An event's token is the sum of its embeddings and those of its kind, its position and its user; a candidate's token has
+no kind. Values that depend on lengths are computed on the device: no step reads one on the host.
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ class HstuRanker(nn.Module):
         offsets, targets = sequence_offsets(lengths, per), torch.full_like(lengths, per)
         tokens = join(history + of_actions(self.actions.weight, batch.actions), candidates, lengths, per)
         sample, place = sample_and_place(tokens, offsets, self._config.max_length)
-        tokens = tokens + self.places.weight[place]  # an index's gradient has equal bits run by run
+        tokens = tokens + self.places.weight[place]  # an index's gradient is bitwise reproducible
         if of_user:
             tokens = tokens + of_users(_sum(embedded, USER, of_user), offsets, sample, place, self._config.max_length)
         for layer in self.layers:
@@ -80,7 +80,7 @@ def _sum(embedded: dict[str, JaggedTensor], kind: str, tables: list[Table]) -> T
 
 
 # TorchRec's pipelines trace a model to find the inputs of its tables. Code that depends on the sizes of tensors is in
-# functions, which the trace takes whole.
+# functions that the trace does not look into.
 
 
 @torch.fx.wrap
@@ -91,7 +91,7 @@ def sequence_offsets(lengths: Tensor, candidates: int) -> Tensor:
 
 @torch.fx.wrap
 def candidate_tokens(offsets: Tensor, candidates: int) -> Tensor:
-    """Returns the tokens that are candidates, int64 [B * candidates]: the last ones of each sample."""
+    """Returns the candidates' tokens, int64 [B * candidates]: the last ones of each sample."""
     return (offsets[1:, None] - torch.arange(candidates, 0, -1, device=offsets.device)).flatten()
 
 
@@ -103,8 +103,8 @@ def of_samples(lengths: Tensor, labels: Tensor, candidates: int) -> Tensor:
 
 @torch.fx.wrap
 def sample_and_place(tokens: Tensor, offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Returns the sample of each token and the token's place in it, int64 [T]; for padding, whose results are not read,
-    the places in turn: an index's gradient adds up the tokens of one place one after the other."""
+    """Returns the sample of each token and the token's position in it, int64 [T]; for padding, whose results are not
+    read, cyclic positions: an index's gradient adds up the tokens of one position sequentially."""
     token = torch.arange(len(tokens), device=offsets.device)
     sample = torch.searchsorted(offsets[1:], token, right=True).clamp(max=len(offsets) - 2)
     return sample, (token - offsets[sample]) % max_length
@@ -112,13 +112,13 @@ def sample_and_place(tokens: Tensor, offsets: Tensor, max_length: int) -> tuple[
 
 @torch.fx.wrap
 def of_actions(weight: Tensor, actions: Tensor) -> Tensor:
-    """Returns the vector of each event's kind, [E, width], of weight [kinds, width]; see pick_few."""
+    """Returns the vector of each event's kind, [E, width], from weight [kinds, width]; see pick_few."""
     return pick_few(weight, actions)
 
 
 class OfUsers(torch.autograd.Function):
-    """users[sample], [T, width], whose gradient is summed over padded sequences: that of an index adds a user's
-    thousands of tokens one after the other (1.5 ms for 4 users of 2660 tokens on an H200)."""
+    """users[sample], [T, width], with a gradient summed over padded sequences: an index's gradient would add a user's
+    thousands of tokens sequentially (1.5 ms for 4 users of 2660 tokens on an H200)."""
 
     @staticmethod
     def forward(ctx: Any, users: Tensor, offsets: Tensor, sample: Tensor, place: Tensor, longest: int) -> Tensor:
@@ -138,7 +138,7 @@ class OfUsers(torch.autograd.Function):
 
 @torch.fx.wrap
 def of_users(users: Tensor, offsets: Tensor, sample: Tensor, place: Tensor, longest: int) -> Tensor:
-    """Calls OfUsers: each token's user, [T, width], of users [B, width]."""
+    """Calls OfUsers: returns each token's user, [T, width], from users [B, width]."""
     return OfUsers.apply(users, offsets, sample, place, longest)
 
 
@@ -149,7 +149,7 @@ def join(history: Tensor, candidates: Tensor, lengths: Tensor, per: int) -> Tens
     ends = lengths.cumsum(0)
     sample = torch.searchsorted(ends, event, right=True)
     tokens = history.new_zeros(len(history) + len(candidates), history.shape[1])
-    tokens = tokens.index_copy(0, event + per * sample, history)  # after the candidates of the samples before
+    tokens = tokens.index_copy(0, event + per * sample, history)  # after the previous samples' candidates
     return tokens.index_copy(0, candidate_tokens(sequence_offsets(lengths, per), per), candidates.to(tokens.dtype))
 
 

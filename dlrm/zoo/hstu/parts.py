@@ -34,7 +34,7 @@ def data_content(config: TrainingConfig) -> dict[str, FileContent]:
 
 
 def batch_bytes(config: TrainingConfig) -> int:
-    """Returns the bytes of a rank's batch in host memory, of the largest number of events."""
+    """Returns the bytes of a rank's batch in host memory, at the largest number of events."""
     ids = max(sum(of.values()) for of in batch_ids(_model(config), config.local_batch_size))
     return 8 * (ids + capacities(_model(config), config.local_batch_size)[-1])
 

@@ -14,7 +14,7 @@ def test_an_unknown_gpu_has_default_costs_and_a_note_says_so() -> None:
     assert costs_of("NVIDIA H200") is H200.costs
     assert note(H200.costs, "NVIDIA H200") == "NVIDIA H200"
     assert costs_of("NVIDIA A100") is costs_of(None) is DEFAULT_COSTS
-    assert note(DEFAULT_COSTS, "NVIDIA A100").startswith("NVIDIA H200, as there are no costs of NVIDIA A100: run")
+    assert note(DEFAULT_COSTS, "NVIDIA A100").startswith("NVIDIA H200, because there are no costs of NVIDIA A100: run")
     assert note(DEFAULT_COSTS, None) == "NVIDIA H200"
 
 

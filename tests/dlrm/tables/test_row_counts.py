@@ -37,9 +37,9 @@ def test_counts_are_as_written_and_narrow(file: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        (Tables(names=("a", "b"), rows=(4, 2), columns=8, hot=(1, 2)), "it has 3 tables and this one 2"),
-        (Tables(names=("a", "b", "c"), rows=(4, 3, 5), columns=8, hot=(1, 2, 3)), "b of 2 rows is b of 3 rows here"),
-        (Tables(names=("a", "x", "c"), rows=(4, 2, 5), columns=8, hot=(1, 2, 3)), "b of 2 rows is x of 2 rows here"),
+        (Tables(names=("a", "b"), rows=(4, 2), columns=8, hot=(1, 2)), "it has 3 tables, not 2"),
+        (Tables(names=("a", "b", "c"), rows=(4, 3, 5), columns=8, hot=(1, 2, 3)), "b of 2 rows, not b of 3 rows"),
+        (Tables(names=("a", "x", "c"), rows=(4, 2, 5), columns=8, hot=(1, 2, 3)), "b of 2 rows, not x of 2 rows"),
     ],
 )
 def test_counts_of_another_model_are_refused(file: Path, tables: Tables, said: str) -> None:
@@ -53,7 +53,7 @@ def test_what_is_no_file_of_counts_is_refused(tmp_path: Path, file: Path) -> Non
     np.savez(plain, rows=np.arange(3))
     cut.write_bytes(file.read_bytes()[:-60])
     for path in (text, plain, cut):
-        with pytest.raises(ValueError, match=f"--table-counts {path} is no file of counts .*dlrm-bench data counts"):
+        with pytest.raises(ValueError, match=f"--table-counts {path} is not a file of counts .*dlrm-bench data counts"):
             read_counts(path, TABLES)
     with pytest.raises(FileNotFoundError):
         read_counts(tmp_path / "none", TABLES)

@@ -31,7 +31,7 @@ def one_rank():
 def test_tables_and_their_state_must_fit(one_rank):
     needed = int(2 * MLPERF_MODEL.tables.bytes / HEADROOM) + 1
     check_tables_fit(MLPERF_MODEL.tables, ADAGRAD, needed, CPU)
-    with pytest.raises(ValueError, match=r"need 209\.1 GB and the 1 rank\(s\) have 209\.1 GB"):
+    with pytest.raises(ValueError, match=r"need 209\.1 GB, but the 1 rank\(s\) have 209\.1 GB"):
         check_tables_fit(MLPERF_MODEL.tables, ADAGRAD, needed - 1000, CPU)
 
 

@@ -134,5 +134,5 @@ def test_shapes_are_checked() -> None:
     q, k, v, grad, sequences = draw("around a tile")
     with pytest.raises(AssertionError, match="one row for each sequence"):
         last_query_attention_forward(q[1:], k, v, sequences, grad)
-    with pytest.raises(AssertionError, match="powers of two"):
+    with pytest.raises(AssertionError, match="power of two"):
         last_query_attention_forward(q[:, :, :8], k[:, :, :8], v, sequences, grad)

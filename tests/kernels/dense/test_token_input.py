@@ -159,5 +159,5 @@ def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError, match="one dtype"):
         token_input_forward(*given, places, 4.0, None, torch.empty(total, 16, device=DEVICE).double(), rows)
     given = given[0], given[1], given[2][:8].contiguous(), given[3]
-    with pytest.raises(AssertionError, match="all candidates and places"):
+    with pytest.raises(AssertionError, match="all candidates and positions"):
         token_input_forward(*given, places, 4.0, None, torch.empty(total, 16, device=DEVICE), rows)

@@ -230,7 +230,7 @@ def test_a_checkpoint_of_other_tasks_is_refused_by_name() -> None:
 
 def test_assigned_checkpoints_are_refused() -> None:
     metrics = made(DeviceRecMetrics, config(tasks(1)))
-    with pytest.raises(ValueError, match="leave assign out"):
+    with pytest.raises(ValueError, match="omit assign"):
         metrics.load_state_dict(metrics.state_dict(), assign=True)
 
 
@@ -316,9 +316,9 @@ def test_what_a_capture_cannot_hold_is_refused_by_name() -> None:
     metrics = made(DeviceRecMetrics, config(of))
     with_throughput.update(model_out)
     for call, message in (
-        (lambda: metrics.update(model_out), "update once before it"),
+        (lambda: metrics.update(model_out), "update once so that the kernel exists"),
         (lambda: with_throughput.update(model_out), "throughput is measured on the host"),
-        (metrics.compute_async, "compute within a capture"),
+        (metrics.compute_async, "compute cannot be captured"),
     ):
         with pytest.raises(RuntimeError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
             call()

@@ -52,7 +52,7 @@ def run_directly(ranks: Ranks) -> tuple[list[int], str, dict[str, Any]]:
 
 def test_graphs_are_captured_once_and_after_a_change(run_ranks: Callable[..., list[Any]]) -> None:
     first, second = run_ranks(2, run_directly)
-    assert first == ([0, 1, 1], "something changed: the work is captured anew\n", {"captures": 2, "fell_back": None})
+    assert first == ([0, 1, 1], "something changed: the work is captured again\n", {"captures": 2, "fell_back": None})
     assert second == ([0, 1, 1], "", first[2])
 
 

@@ -52,9 +52,9 @@ def test_a_schedule_is_refused_where_each_step_would_be_a_capture() -> None:
 
 def test_dynamic_rows_are_a_number_of_places() -> None:
     for places in (0, -1, 1 << 30):
-        with pytest.raises(ValueError, match=rf"--dynamic-rows is {places}: a rank has from 1 to 536870912 places"):
+        with pytest.raises(ValueError, match=rf"--dynamic-rows is {places}: choose 1 to 536870912 places"):
             StaticOptions(dynamic_rows=places)
-    with pytest.raises(ValueError, match="--evict-rows takes places of --dynamic-rows away: give their number"):
+    with pytest.raises(ValueError, match="--evict-rows reuses places of --dynamic-rows: set --dynamic-rows"):
         StaticOptions(evict_rows=True)
 
 
@@ -63,14 +63,14 @@ def test_dynamic_rows_of_pooled_tables_are_refused_where_they_cannot_be() -> Non
     assert changed(small(), **fits).pipeline.row_places == RowPlaces(100, False)
     assert changed(small(), **fits, constraints=("0=table-wise",)).pipeline.dynamic_rows == 100
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"table_memory": "0.5", "presort_ids": True}, "--table-memory all of them, in two tiers: choose one"),
+        ({"table_memory": "0.5", "presort_ids": True}, "--table-memory holds all rows, in two tiers: choose one"),
         ({"constraints": ("0=column-wise",)}, "0=column-wise: with --dynamic-rows each table is whole on one rank"),
         ({"constraints": ("0=row-wise",)}, "0=row-wise: with --dynamic-rows each table is whole on one rank"),
         ({"constraints": ("0=data-parallel",)}, "=data-parallel: with --dynamic-rows each table is whole on one rank"),
-        ({"dynamic_rows": 3}, r"--dynamic-rows is 3: a rank may have any of \d+ tables, and warms up on a row of each"),
-        ({"optimizer": OptimizerConfig(embedding="rowwise_adagrad")}, "rowwise_adagrad would round otherwise"),
+        ({"dynamic_rows": 3}, r"--dynamic-rows is 3: a rank may own any of \d+ tables, and warms up with a row"),
+        ({"optimizer": OptimizerConfig(embedding="rowwise_adagrad")}, "rowwise_adagrad would round differently"),
         ({"model": replace(SMALL_MODEL, embedding_dim=48, bottom_mlp=(24, 48))}, "a power of two of columns"),
-        ({"model": replace(SMALL_MODEL, num_embeddings=(1 << 30, 1 << 30, 1, 1, 1, 1))}, "numbered with 31 bits"),
+        ({"model": replace(SMALL_MODEL, num_embeddings=(1 << 30, 1 << 30, 1, 1, 1, 1))}, "31-bit row numbers"),
     )
     for options, said in cases:
         with pytest.raises(ValueError, match=said):

@@ -271,5 +271,5 @@ def test_too_small_a_share_is_refused_on_all_ranks(run_ranks: Callable[..., list
     assert "rank 0 0 of" in one[0]
     with pytest.raises(ValueError, match="--table-memory needs --presort-ids"):
         changed(CONFIG, presort_ids=False, table_memory="0.5")
-    with pytest.raises(ValueError, match="--table-memory 2 is no share"):
+    with pytest.raises(ValueError, match="--table-memory 2 is neither a share"):
         changed(CONFIG, table_memory="2")

@@ -95,7 +95,7 @@ def test_tables_in_host_memory_need_a_gpu_and_no_graph_of_iterations() -> None:
     assert cached.prefetches
     with pytest.raises(ValueError, match=re.escape("--constraints 4=hbm:0.5 needs a GPU: on this machine leave hbm")):
         check_device(cached, torch.device("cpu"))
-    with pytest.raises(ValueError, match="--constraints 4=hbm:0: --cuda-graph iteration takes tables in GPU memory"):
+    with pytest.raises(ValueError, match="--constraints 4=hbm:0: --cuda-graph iteration needs tables in GPU memory"):
         changed(preset("smoke"), "five-stage", constraints=("4=hbm:0",), cuda_graph="iteration", trim_input_dist=True)
     with pytest.raises(ValueError, match="cat_4=row-wise: --no-row-wise forbids it"):
         changed(preset("smoke"), "torchrec", constraints=("4=row-wise",), row_wise=False)

@@ -30,7 +30,7 @@ def test_graphs_of_iterations_need_fixed_sizes_and_one_thread(graph: Any) -> Non
 def test_a_capacity_of_rows_is_for_graphs_of_iterations(changed: Any) -> None:
     of_graphs: Any = {"cuda_graph": "iteration", "trim_input_dist": True, "row_capacity": 1.0}
     assert FiveStageSwitches(**of_graphs).row_capacity == 1.0
-    with pytest.raises(ValueError, match="beside --cuda-graph iteration"):
+    with pytest.raises(ValueError, match="needs --cuda-graph iteration"):
         FiveStageSwitches(**(of_graphs | changed))
 
 
@@ -46,7 +46,7 @@ def test_two_schedules_need_a_gpu(schedule: Any) -> None:
 def test_prefetching_needs_a_cache_to_fill() -> None:
     with pytest.raises(ValueError, match="add --constraints TABLES=hbm:SHARE, or choose sparse-dist"):
         TorchRecOptions(schedule="prefetch-sparse-dist", constraints=("1=table-wise", "2=hbm:1"))
-    with pytest.raises(ValueError, match="takes no --inplace-copy"):
+    with pytest.raises(ValueError, match="does not support --inplace-copy"):
         TorchRecOptions(schedule="prefetch-sparse-dist", constraints=("1=hbm:0.5",), inplace_copy=True)
 
 

@@ -71,7 +71,7 @@ def test_swapped_days(known: Path) -> None:
     for kind in ("dense", "labels"):
         swap(known / f"day_0_{kind}.npy", known / f"day_3_{kind}.npy")
     assert findings(known) == [
-        f"day_{a}_{kind}.npy has the content of day_{b}_{kind}.npy: files were swapped; give them their names back"
+        f"day_{a}_{kind}.npy has the content of day_{b}_{kind}.npy: the files were swapped; restore their names"
         for a, b in ((0, 3), (3, 0))
         for kind in ("dense", "labels")
     ]
@@ -83,7 +83,7 @@ def test_one_changed_byte(known: Path) -> None:
     content[-500] ^= 1
     path.write_bytes(content)
     assert findings(known) == [
-        "day_2_sparse_multi_hot.npz was changed: its checksum is not that of the manifest: copy or generate it again"
+        "day_2_sparse_multi_hot.npz was changed: its checksum differs from the manifest's: copy or generate it again"
     ]
 
 
@@ -144,11 +144,11 @@ def test_mlperfs_numbers_of_samples(small: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "MLPERF_DAY_SAMPLES", DAYS)
     assert findings(small) == []
     monkeypatch.setattr(module, "MLPERF_DAY_SAMPLES", (37, 20, 5, 40, 6))
-    swapped = "give the days their names back"
+    swapped = "restore the days' names"
     assert findings(small) == [
-        f"day_1_dense.npy has 5 samples, in MLPerf's set it has 20: that is day 2's number: {swapped}",
-        f"day_2_dense.npy has 20 samples, in MLPerf's set it has 5: that is day 1's number: {swapped}",
-        "day_3_dense.npy has 31 samples, in MLPerf's set it has 40: copy or generate it again",
+        f"day_1_dense.npy has 5 samples, but MLPerf's set has 20: that is day 2's number: {swapped}",
+        f"day_2_dense.npy has 20 samples, but MLPerf's set has 5: that is day 1's number: {swapped}",
+        "day_3_dense.npy has 31 samples, but MLPerf's set has 40: copy or generate it again",
         "day_4_dense.npy does not exist, and MLPerf's set has 5 days: copy the missing day",
     ]
     monkeypatch.setattr(module, "MLPERF_DAY_SAMPLES", (9, 9, 9, 9))  # Another set altogether.
@@ -159,7 +159,7 @@ def test_unfinished_and_unreadable(small: Path, tmp_path: Path) -> None:
     (small / MARKER).touch()
     (small / MANIFEST).write_text("[[[")
     found = findings(small)
-    assert found[0] == f"{MARKER}: the data set is unfinished: start the program that makes it again"
+    assert found[0] == f"{MARKER}: the data set is unfinished: run the program that makes it again"
     assert found[1].startswith(f"{MANIFEST}: is not a manifest of this program")
 
 
@@ -197,13 +197,13 @@ def test_mlperfs_own_set(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mlperf_findings(known) == []
     swap(known / "day_0_labels.npy", known / "day_3_labels.npy")
     assert [line for line in mlperf_findings(known) if "MLPerf's" in line] == [
-        f"day_{a}_labels.npy is not MLPerf's: its MD5 sum is {md5[f'day_{b}_labels.npy']}, of theirs "
-        f"{md5[f'day_{a}_labels.npy']}: it is day_{b}_labels.npy; give the files their names back"
+        f"day_{a}_labels.npy is not MLPerf's: its MD5 sum is {md5[f'day_{b}_labels.npy']} instead of "
+        f"{md5[f'day_{a}_labels.npy']}: it is day_{b}_labels.npy; restore the files' names"
         for a, b in ((0, 3), (3, 0))
     ]
     swap(known / "day_0_labels.npy", known / "day_3_labels.npy")
     monkeypatch.setattr(module, "MLPERF_DAY_SAMPLES", (36, *DAYS[1:], 9))
     assert mlperf_findings(known) == [
-        "day_0_dense.npy has 37 samples, in MLPerf's set it has 36: copy or generate it again",
+        "day_0_dense.npy has 37 samples, but MLPerf's set has 36: copy or generate it again",
         "day_4_dense.npy does not exist, and MLPerf's set has 5 days: copy the missing day",
     ]

@@ -159,8 +159,8 @@ def test_arrays_unlike_the_model(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (50, "outside its table of 50 rows: choose --model"),
-        (2**31 - 1, "outside its table of 50 rows: choose --model"),
+        (50, "outside its table of 50 rows: choose the --model"),
+        (2**31 - 1, "outside its table of 50 rows: choose the --model"),
         (-1, "negative: copy or generate it again$"),  # no table is large enough for it
         (-(2**31), "negative: copy or generate it again$"),
     ],

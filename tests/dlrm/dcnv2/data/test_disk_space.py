@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     raw, out = [tmp_path / "raw" / "day_0", tmp_path / "raw" / "day_1"], tmp_path / "deep" / "out"
     needed = disk_bytes([300, 300], MODEL, "both")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0.9 * needed))
-    with pytest.raises(ValueError, match=r"out has 0\.0 GB free, and about 0\.0 GB will be needed .*--formats one_hot"):
+    with pytest.raises(ValueError, match=r"out has 0\.0 GB free, but about 0\.0 GB are needed .*--formats one_hot"):
         preprocess(PreprocessConfig(raw=tmp_path / "raw", out=out, preset="smoke", table_scale=0.01))
     assert not out.parent.exists()
     out.mkdir(parents=True)

@@ -71,7 +71,7 @@ def test_another_model(tmp_path: Path, model: ModelConfig, manifest: Manifest, c
 
 def test_a_full_disk(tmp_path: Path) -> None:
     with (
-        pytest.raises(ValueError, match=rf"{tmp_path} takes no more \(No space left on device; .* GB are free\)"),
+        pytest.raises(ValueError, match=rf"cannot write to {tmp_path} \(No space left on device; .* GB are free\)"),
         sole_writer(tmp_path),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")

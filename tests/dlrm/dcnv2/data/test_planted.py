@@ -229,7 +229,7 @@ def test_raw_days_keep_the_best_auc_through_preprocessing(config: PlantedConfig,
     data = DataConfig(source="multi_hot", path=tmp_path / "out", train_days=2)
     assert open_dataset(data, MODEL, seed=0).best_auc == generated.best_auc
     (raw / "day_2").write_bytes((raw / "day_1").read_bytes())
-    with pytest.raises(ValueError, match="day_2 has the content of day_1: files were swapped"):
+    with pytest.raises(ValueError, match="day_2 has the content of day_1: the files were swapped"):
         preprocess(PreprocessConfig(raw=raw, out=tmp_path / "other", preset="smoke"))
     (raw / MARKER).touch()
     with pytest.raises(ValueError, match="raw holds an unfinished data set"):

@@ -290,7 +290,7 @@ def test_integers_too_far_apart(tmp_path: Path, raw: Path) -> None:
 @pytest.mark.parametrize("raw_name", ["nowhere", "out"])
 def test_no_raw_days(tmp_path: Path, raw_name: str) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=f"{raw_name} (is no directory|does not exist|has no files day_0)"):
+    with pytest.raises(ValueError, match=f"{raw_name} (is not a directory|does not exist|has no files day_0)"):
         preprocess(PreprocessConfig(raw=tmp_path / raw_name, out=tmp_path / "out2", preset="smoke"))
 
 

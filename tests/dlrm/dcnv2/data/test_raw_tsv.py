@@ -105,5 +105,5 @@ def test_days_are_found_in_order(tmp_path: Path) -> None:
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     os.mkfifo(tmp_path / "day_1")
-    with pytest.raises(ValueError, match=r"day_1 is no regular file: give the raw day as a file"):
+    with pytest.raises(ValueError, match=r"day_1 is not a regular file: give the raw day as a file"):
         raw_days(tmp_path)

@@ -39,10 +39,10 @@ def test_words_name_tables_by_number_range_and_name() -> None:
     [
         ("20", "--constraints 20 is not TABLES=SHARDING: write --constraints 0,9="),
         ("=table-wise", "=table-wise is not TABLES="),
-        ("26=table-wise", "26 is no table: tables are 0 to 25, or cat_0 to cat_25"),
-        ("5-3=table-wise", "5-3 is no table"),
-        ("dog=table-wise", "dog is no table"),
-        ("0,3-=table-wise", "3- is no table"),
+        ("26=table-wise", "there is no table 26: tables are 0 to 25, or cat_0 to cat_25"),
+        ("5-3=table-wise", "there is no table 5-3"),
+        ("dog=table-wise", "there is no table dog"),
+        ("0,3-=table-wise", "there is no table 3-"),
         ("1=table_wise", "'table_wise' is none of table-wise, column-wise, row-wise, data-parallel and hbm:SHARE"),
         ("1=table-wise:64", "table-wise takes no number: only column-wise:COLUMNS does"),
         (
@@ -51,13 +51,13 @@ def test_words_name_tables_by_number_range_and_name() -> None:
         ),
         ("1=column-wise:128", "column-wise:128 cannot split"),
         ("1=column-wise:", "column-wise: cannot split"),
-        ("1=hbm:1.5", "hbm:1.5 is no share of a table's rows: choose 0 to 1"),
-        ("1=hbm:nan", "hbm:nan is no share"),
-        ("1=hbm", "hbm: is no share"),
-        ("1=table-wise,row-wise", "one sharding type and one hbm:SHARE a table: leave row-wise out"),
+        ("1=hbm:1.5", "hbm:1.5 is not a share of a table's rows: choose 0 to 1"),
+        ("1=hbm:nan", "hbm:nan is not a share"),
+        ("1=hbm", "hbm: is not a share"),
+        ("1=table-wise,row-wise", "one sharding type and one hbm:SHARE: leave row-wise out"),
         ("1=hbm:0.1,hbm:0.2", "leave hbm:0.2 out"),
         ("1=data-parallel,hbm:0.2", "a data-parallel table is in device memory: leave hbm:0.2 out"),
-        ("1-4=table-wise 3=row-wise", "--constraints 3=row-wise: cat_3 is constrained already: name it once"),
+        ("1-4=table-wise 3=row-wise", "--constraints 3=row-wise: cat_3 is already constrained: name it once"),
     ],
 )
 def test_a_word_that_is_none_is_named(words: str, said: str) -> None:
@@ -159,13 +159,13 @@ def test_a_plan_obeys_or_is_refused_by_name(
             4,
             "20=column-wise",
             {"optimizer": RowWiseAdagrad(1e-8)},
-            "splits no tables of 128 columns with this optimizer",
+            "does not split tables of 128 columns with this optimizer",
         ),
         (
             4,
             "20=row-wise",
             {},
-            "cat_20=row-wise: the static pipeline splits rows on two ranks or more, with --presort-ids",
+            "cat_20=row-wise: the static pipeline splits rows only on two ranks or more, with --presort-ids",
         ),
         (1, "20=row-wise", {"split_rows": True}, "on two ranks or more"),
         (4, "5=row-wise", {"split_rows": True}, "its 3 rows are fewer than 4 ranks: choose table-wise"),
@@ -173,14 +173,14 @@ def test_a_plan_obeys_or_is_refused_by_name(
             4,
             "5=data-parallel",
             {"replicate": False},
-            "cat_5=data-parallel: the static pipeline replicates tables on two",
+            "cat_5=data-parallel: the static pipeline replicates tables only on two",
         ),
         (4, "5=data-parallel", {"optimizer": RowWiseAdagrad(1e-8)}, "under exact Adagrad"),
         (
             4,
             "1=row-wise 20=column-wise:64",
             {"split_rows": True},
-            "cat_20=column-wise:64: a row-wise table is on every",
+            "cat_20=column-wise:64: a row-wise table has all its columns on every",
         ),
         (
             4,
@@ -192,9 +192,9 @@ def test_a_plan_obeys_or_is_refused_by_name(
             1,
             "1=column-wise:64 2=table-wise",
             {},
-            r"no plan of 1 rank\(s\) obeys --constraints cat_1=column-wise:64 cat_2",
+            r"no plan of 1 rank\(s\) satisfies --constraints cat_1=column-wise:64 cat_2",
         ),
-        (2, "0-25=data-parallel", {}, r"no plan of 2 rank\(s\) obeys"),
+        (2, "0-25=data-parallel", {}, r"no plan of 2 rank\(s\) satisfies"),
         (
             2,
             "20=table-wise",
@@ -219,7 +219,7 @@ def test_flags_are_checked_before_anything_starts() -> None:
     for pipeline in ("static", "torchrec", "five-stage"):
         config: RunConfig = parse_run("launch-bound", pipeline, flags, "", prints=False)
         assert config.pipeline.constraints == ("0,9=column-wise:64", "20=table-wise")
-        with pytest.raises(ValueError, match="--constraints 99=table-wise: 99 is no table"):
+        with pytest.raises(ValueError, match="--constraints 99=table-wise: there is no table 99"):
             parse_run("launch-bound", pipeline, ["--constraints", "99=table-wise"], "", prints=False)
 
 

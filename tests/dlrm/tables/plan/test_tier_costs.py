@@ -170,7 +170,7 @@ def test_uniform_rates_are_one_bin() -> None:
             131e9,
             r"134\.0 GB of device memory for them and 131\.0 GB of host memory, of",
         ),
-        (TableMemory(device_bytes=60 * 10**9), 1, 134e9, 131e9, r"60 GB a rank\): .* this uses 191\.0 GB at most"),
+        (TableMemory(device_bytes=60 * 10**9), 1, 134e9, 131e9, r"60 GB a rank\): .* can use 191\.0 GB at most"),
         (TableMemory(device_bytes=60 * 10**9), 1, 134e9, 256e9, None),
         (
             TableMemory(share=0.01),
