@@ -213,6 +213,8 @@ def _check_data(folder: Path, saved: dict[str, FileContent], config: RunConfig) 
     """Raises ValueError where a data file has other content than the one that was trained on."""
     for name, content in named(config.benchmark).parts().data_content(config).items():
         before = saved.get(name)
+        if before is None and saved and content.get("added"):
+            continue
         known = before is not None and None not in (before["blake2b"], content["blake2b"])
         if before is None or before["sample"] != content["sample"] or (known and before != content):
             raise ValueError(

@@ -1,7 +1,8 @@
 """Changes since an earlier diagnosis: findings that are new, gone or moved, and the quality of its predictions."""
 
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ _MORE = 0.5
 
 Identity = tuple[str | None, ...]
 """Identity of a finding in two versions of a script: its kind, and functions, as its lines may have moved."""
+Names = Mapping[str, str]
+"""Paths of files as the earlier diagnosis has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,15 @@ class Comparison(NamedTuple):
         return [change for change in self.new if change.finding["kind"] in judge.WAITING]
 
 
-def identity(finding: Finding) -> Identity:
+def identity(finding: Finding, names: Names) -> Identity:
     """Returns the identity of a finding in both diagnoses, its kind first: all but its line numbers."""
     library, caller = finding["library"], finding["called_from"]
+    file = finding["file"]
     return (
         finding["kind"],
-        finding["file"],
+        None if file is None else names.get(file, file),
         finding["function"],
-        library["file"] if library else None,
+        names.get(library["file"], library["file"]) if library else None,
         library["function"] if library else None,
         caller["function"] if caller else None,
     )
@@ -73,7 +77,8 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
         raise ValueError(
             f"--baseline was made on {before['device']}, this diagnosis on {after['device']}: make both on one kind"
         )
-    old, now = _grouped(before["findings"]), _grouped(after["findings"])
+    old = _grouped(before["findings"], {})
+    now = _grouped(after["findings"], _earlier_names(_files(before["findings"]), _files(after["findings"])))
     new, gone, moved = [], [], 0.0
     for key in {**old, **now}:
         were, are = old.get(key, []), now.get(key, [])
@@ -116,8 +121,31 @@ def _graph_launches(diagnosis: Diagnosis) -> float:
     return max((rank["calls"].get(cuda.GRAPH_LAUNCH, 0.0) for rank in diagnosis["ranks"]), default=0.0)
 
 
-def _grouped(findings: Sequence[Finding]) -> dict[Identity, list[Finding]]:
+def _grouped(findings: Sequence[Finding], names: Names) -> dict[Identity, list[Finding]]:
     groups: defaultdict[Identity, list[Finding]] = defaultdict(list)
     for finding in findings:
-        groups[identity(finding)].append(finding)
+        groups[identity(finding, names)].append(finding)
     return groups
+
+
+def _files(findings: Sequence[Finding]) -> set[str]:
+    files = {finding["file"] for finding in findings} | {f["library"]["file"] for f in findings if f["library"]}
+    return {file for file in files if file is not None}
+
+
+def _earlier_names(before: set[str], after: set[str]) -> Names:
+    """Returns the earlier name of each later file that has another one now.
+
+    Paths begin at the working directory where a file is below it: in another directory a file has a longer name, or
+    only the end of its old one. A file that both diagnoses have is itself; of several ends, the longest decides.
+    """
+    pairs = [(old, new) for old in before - after for new in after - before if _is_end(old, new) or _is_end(new, old)]
+    names: dict[str, str] = {}
+    for old, new in sorted(pairs, key=lambda pair: (-min(len(path) for path in pair), pair)):
+        if new not in names and old not in names.values():
+            names[new] = old
+    return names
+
+
+def _is_end(path: str, of: str) -> bool:
+    return of.endswith(os.sep + path)

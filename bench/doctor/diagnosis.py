@@ -231,7 +231,7 @@ def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:
             "pipeline and for steps of torch.optim's optimizers; other loops put "
             f"`with {PACKAGE}.iteration():` around an iteration. Python's flags -E, -I and -S keep the doctor out"
         )
-    local = min(ranks[0]["local_world_size"], ranks[0]["world_size"])
+    local = min(max(rank["local_world_size"] for rank in ranks), ranks[0]["world_size"])
     if len(ranks) < local:
         there = ", ".join(str(rank["rank"]) for rank in ranks)
         raise RuntimeError(f"only {len(ranks)} of this node's {local} ranks made iterations: {there}")

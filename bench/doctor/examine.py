@@ -48,7 +48,7 @@ def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> 
             options.traces.mkdir(parents=True, exist_ok=True)
             for trace in Path(folder).glob("*_trace.json.gz"):
                 shutil.copy(trace, options.traces)
-    comparison = None if before is None else compare(before, diagnosis)
+    comparison, refusal = _compared(before, diagnosis)
     print_diagnosis(console, diagnosis, comparison)
     if options.json is not None:
         write_diagnosis(diagnosis, options.json)
@@ -57,6 +57,8 @@ def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> 
 
         write_page(diagnosis, pictures, comparison, options.page)
         console.print(f"page {options.page}", soft_wrap=True, markup=False, highlight=False)
+    if refusal is not None:
+        raise refusal
     new = comparison.new_syncs() if comparison is not None and options.fail_on is not None else []
     for change in new:
         where = text.places(change.finding)[0]
@@ -65,6 +67,15 @@ def doctor(console: Console, command: Sequence[str], options: DoctorOptions) -> 
         )
     crashed = options.keep_running and diagnosis["status"] != 0  # otherwise it was the doctor that ended the ranks
     return EXIT_FAILED if new or crashed else 0
+
+
+def _compared(before: Diagnosis | None, diagnosis: Diagnosis) -> tuple[Comparison | None, ValueError | None]:
+    """Returns the comparison, or the reason that there is none: a diagnosis that took long is written before that is
+    an error."""
+    try:
+        return (None if before is None else compare(before, diagnosis)), None
+    except ValueError as error:
+        return None, error
 
 
 def examine(

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from . import cuda_calls as cuda
 from .cuda_calls import CudaCall
@@ -71,6 +71,8 @@ class Finding(TypedDict):
     suggestion: str
 
 
+_TIMES: tuple[Literal["ms", "low_ms", "high_ms", "calls_ms", "worst_ms"], ...]
+_TIMES = ("ms", "low_ms", "high_ms", "calls_ms", "worst_ms")
 _READS = (SYNC, SYNCHRONIZE, D2H, PRINT, METRIC)
 """Kinds of findings that a CUDA graph cannot hold."""
 
@@ -235,9 +237,9 @@ def _fit(findings: Sequence[tuple[Place, Finding]], iteration_ms: float) -> None
     together = sum(finding["ms"] or 0.0 for _, finding in findings)
     scale = iteration_ms / together if together > iteration_ms else 1.0
     for _, finding in findings:
-        if finding["ms"] is not None and finding["worst_ms"] is not None:
-            finding["ms"] *= scale
-            finding["worst_ms"] *= scale
+        for name in _TIMES:
+            ms = finding[name]
+            finding[name] = None if ms is None else ms * scale
 
 
 def _scale(rank: RankFile, calls: Iterable[CudaCall]) -> float:

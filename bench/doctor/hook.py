@@ -137,8 +137,8 @@ def _wrap_pipelines(module: ModuleType) -> None:
 
 
 def _progress(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a pipeline's progress(), the outermost call of which begins an iteration: one pipeline may call
-    another's."""
+    """Returns a pipeline's progress(), at the end of whose outermost call an iteration begins: one pipeline may call
+    another's, and a call that ends an epoch (StopIteration) trains no batch."""
 
     @functools.wraps(function)
     def progress(*args: Any, **kwargs: Any) -> Any:
@@ -146,11 +146,13 @@ def _progress(function: Callable[..., Any]) -> Callable[..., Any]:
         depth = getattr(inside, "depth", 0)
         if depth == 0:
             state.pipeline = weakref.ref(args[0]) if args else None
-            boundary(PROGRESS)
         inside.depth = depth + 1
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
             inside.depth = depth
+        if depth == 0:
+            boundary(PROGRESS)
+        return result
 
     return progress

@@ -94,7 +94,15 @@ class HostCosts:
             place: self._with_backward(place, self._samples.estimate(owned.get(place, ())))
             for place, _ in self._matches
         }
-        return found | dict(self._outside(rest))
+        kept = {place: estimate for place, estimate in found.items() if not self._is_missed(place, estimate)}
+        return kept | dict(self._outside(rest))
+
+    def _is_missed(self, place: Place, estimate: Estimate) -> bool:
+        """Whether samples fell on later lines: after an operator that is shorter than the sampler's helper needs to
+        come, no handler runs before the next call. The time of its calls is known better."""
+        seen, operators = self._seen[place], self._rank.get("operators", [])
+        in_calls = seen.ms(self._rank["marked"]["iterations"]) or 0.0
+        return in_calls > estimate.high and all(call["stack"] in operators for call in seen.calls)
 
     def _owners(self, stack: list[Frame]) -> list[tuple[Place, float]]:
         """Findings that a stack belongs to, with shares: the innermost; several at one line share by calls' time."""

@@ -6,6 +6,7 @@ calls: the CUDA calls below it in the trace are those of its line. Calls that th
 hook.py.
 """
 
+import dis
 import linecache
 import sys
 import threading
@@ -53,6 +54,8 @@ class SeenStacks:
     def __init__(self) -> None:
         self.places: list[list[tuple[str, int, str]]] = []
         """(file, line, function) of each stack's frames, the innermost first."""
+        self.operators: list[int] = []
+        """Numbers of the stacks whose innermost frame is at an operator, such as `a @ b`, `x[i]` or `if t:`."""
         self._numbers: dict[tuple[CodeType | int, ...], int] = {}
 
     def number(self, frames: Sequence[FrameType]) -> int:
@@ -63,7 +66,14 @@ class SeenStacks:
             number = self._numbers[key] = len(self.places)
             # A frame that has just ended has no line any more.
             self.places.append([(f.f_code.co_filename, f.f_lineno or 0, f.f_code.co_qualname) for f in frames])
+            if frames and not _calls(frames[0]):
+                self.operators.append(number)
         return number
+
+
+def _calls(frame: FrameType) -> bool:
+    """Whether the frame's instruction is a call, and no operator."""
+    return "CALL" in dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 def with_text(place: tuple[str, int, str]) -> Frame:
@@ -99,6 +109,11 @@ class Marks:
     def stacks(self) -> list[list[Frame]]:
         """Frames of each stack, the innermost first. Reads their lines: the loop does not wait for files."""
         return [[with_text(place) for place in places] for places in self._stacks.places]
+
+    @property
+    def operators(self) -> list[int]:
+        """Numbers of the stacks whose call an operator makes."""
+        return self._stacks.operators
 
     def switch_on(self) -> None:
         """Marks calls from now on, on this thread and on those of autograd's engine that work for it."""

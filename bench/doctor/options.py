@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NEW_SYNCS = "new-syncs"
+FEWEST = 3
+"""Iterations of a window that give an interval."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -13,8 +15,8 @@ class DoctorOptions:
     warmup: int = 20
     """Iterations before anything is measured."""
     iterations: int = 50
-    """Number of iterations timed without instruments. The same number is then run with the stack sampled, and 15 more
-    give lines; work done every n-th iteration is found if it occurs at least three times."""
+    """Number of iterations timed without instruments, at least 3. The same number is then run with the stack sampled,
+    and 15 more give lines; work done every n-th iteration is found if it occurs at least three times."""
     keep_running: bool = False
     """Let the script continue to its end; if it fails then, exit with status 1."""
     json: Path | None = None
@@ -31,9 +33,11 @@ class DoctorOptions:
 
     def check(self) -> None:
         """ValueError, naming the flag, for values that cannot work."""
-        if self.warmup < 1 or self.iterations < 1:
+        if self.warmup < 1:
+            raise ValueError(f"--warmup {self.warmup}: at least 1 is needed")
+        if self.iterations < FEWEST:
             raise ValueError(
-                f"--warmup {self.warmup} and --iterations {self.iterations}: at least one of each is needed"
+                f"--iterations {self.iterations}: at least {FEWEST} are needed, as fewer tell no error of a time"
             )
         if self.fail_on not in (None, NEW_SYNCS):
             raise ValueError(f"--fail-on {self.fail_on!r} is unknown: it takes {NEW_SYNCS}")

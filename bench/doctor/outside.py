@@ -23,6 +23,7 @@ Events = Mapping[int, Sequence[dict[str, Any]]]
 _LINES = 15
 _HOST = (LOADER, HOST_WAIT, HOST_COMPUTE)
 _NO_LINE = Line("", 0, "no sample fell into it", "")
+_NO_SLOWER_LINE = Line("", 0, "no line takes that much longer", "")
 
 
 class LineTime(Frame):
@@ -94,9 +95,12 @@ def add_straggler(seen: SeenBy, events: Events, together: Together, iteration_ms
         detail += f"; its GPU computes {more_ms:.3f} ms more, {kernel_ms:.3f} of it in one kernel"
     else:
         line, line_ms = _slower_line(seen, late_rank)
-        place = Place(STRAGGLER, line if line_ms > 0 else _NO_LINE, ())
+        # Equal lines differ by chance: one that explains little of a delay is not named.
+        named = line_ms >= max(late.low / 2, late.ms / 4)
+        place = Place(STRAGGLER, line if named else _NO_SLOWER_LINE, ())
         stage = _slower_stage(events, late_rank, late.ms / 2)
-        detail += f"; its line takes {line_ms:.3f} ms more, {stage}"
+        told = f"its line takes {line_ms:.3f} ms more" if named else "none of its lines takes that much longer"
+        detail += f"; {told}, {stage}"
         if late.low <= line_ms <= late.high:
             late = late._replace(ms=line_ms)  # of more iterations, and without the profiler
     for _, own in seen:

@@ -270,8 +270,8 @@ class Examination:
         content = RankFile(
             schema=SCHEMA,
             rank=_rank(),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            local_world_size=self._local_world_size(),
+            world_size=_world_size(),
             device="cuda" if cuda else "cpu",
             gpu=torch.cuda.get_device_name() if cuda else None,
             versions=_versions(),
@@ -282,6 +282,7 @@ class Examination:
             libraries=_libraries(),
             loop=self._loop,
             stacks=[] if self._marks is None else self._marks.stacks,
+            operators=[] if self._marks is None else self._marks.operators,
             calls=[] if self._marks is None else self._marks.calls,
             keeps_out=_keeps_out(),
             **self._file,  # type: ignore[typeddict-item]
@@ -294,14 +295,17 @@ class Examination:
     def _leave(self) -> None:
         """Ends this process: the examination is complete, and the script might train for days."""
         deadline = time.monotonic() + _PATIENCE_S
-        peers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        while len(list(self._folder.glob("rank*.json"))) < peers and time.monotonic() < deadline:
+        while len(list(self._folder.glob("rank*.json"))) < self._local_world_size() and time.monotonic() < deadline:
             if any(self._folder.glob("rank*.error")) or leaving.dead_ranks(self._folder):
                 break
             time.sleep(0.05)
         sys.stdout.flush()
         sys.stderr.flush()
         self._end_process(0)
+
+    def _local_world_size(self) -> int:
+        """Returns the launcher's number of ranks on this node; where it gives none (mp.spawn), of those that began."""
+        return max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), len(list(self._folder.glob("rank*.began"))))
 
     def _end_process(self, status: int) -> NoReturn:
         """Ends this process at once, and its loaders' workers: workers of a fork server would wait for it forever."""
@@ -313,10 +317,16 @@ class Examination:
 _PID = os.getpid()
 
 
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", 0))
+    return torch.distributed.get_rank() if _distributed() else int(os.environ.get("RANK", 0))
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if _distributed() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _cuda() -> bool:

@@ -156,6 +156,8 @@ class RankFile(TypedDict):
     marked: NotRequired[Marked]
     stacks: list[list[Frame]]
     """Innermost frame first."""
+    operators: NotRequired[list[int]]
+    """Numbers of the stacks whose call an operator makes, such as `a @ b`, `x[i]` or `if t:`."""
     calls: list[Call]
 
 

@@ -1,17 +1,21 @@
 """Samples the training loop's Python stack over iterations that carry no other instrument.
 
-A timer signal (SIGALRM) makes the loop's own thread record its stack: this needs no other thread and no handover of the
-interpreter lock, which would be late and biased to calls that release the lock. If the loop does not run on the main
-thread, or the script uses that signal or torch.compile, another thread reads `sys._current_frames()` instead. py-spy
+A timer signal (SIGALRM) begins each sample, and whoever can take it first does. While the loop runs Python, its own
+thread does, in the signal's handler: no handover of the interpreter lock is needed, which would be late and biased to
+calls that release the lock. While the loop is in a call that has released the lock, as most of torch's operations do, a
+helper thread reads `sys._current_frames()`: CPython runs no handler after an operator (`a @ b`, `x[mask]`, `if t:`)
+before the next call or the end of a loop's body, at a line that is not the operator's. If the loop does not run on the
+main thread, or the script uses that signal or torch.compile, a thread with a timer of its own takes all samples. py-spy
 and austin read another process's memory, which containers without CAP_SYS_PTRACE refuse, and do not know iterations.
 The cost of sampling is the difference between the sampled and the plain window, which the doctor prints.
 """
 
-import resource
+import os
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
 from .marks import SeenStacks, compiles, walk, with_text
@@ -23,6 +27,10 @@ _SAMPLES = 500
 """Samples aimed at in a window."""
 _PERIODS_S = 0.25e-3, 10e-3
 """Shortest and longest period."""
+_END = b"\0"
+"""The byte that ends the helper: no signal has the number 0."""
+_BYTES = 4096
+"""Most that is read at once."""
 
 
 def period_s(window_s: float) -> float:
@@ -37,28 +45,36 @@ class Sampler:
         self._period_s = period_s
         self._loop = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._loop)
+        self._waits = _WaitsForCore(threading.get_native_id())
         self._thread: threading.Thread | None = None
-        self._end = self._taking = False
+        self._wakes: tuple[int, int] | None = None
+        """The pipe through which the signal wakes the helper; None without the signal."""
+        self._end = False
+        self._taking = threading.Lock()
         self._samples: list[tuple[float, int, float, float]] = []
+        self._settled = 0
+        """Number of samples whose running time holds the waits for a core."""
         self._stacks = SeenStacks()
         self._own_s = 0.0
         self._began = self._before = self._cpu_before = 0.0
         self._ticks = 0
-        self._blocks = 0
         self._restore = 0.0
 
     @property
     def by_signal(self) -> bool:
-        """Whether the loop's own thread takes the samples."""
-        return self._thread is None
+        """Whether the timer's signal begins each sample."""
+        return self._wakes is not None
 
     def start(self) -> None:
         """Begins to sample."""
         self._began, self._cpu_before = time.perf_counter(), time.clock_gettime(self._clock)
         self._before = self._began
         unused = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        main = threading.current_thread() is threading.main_thread()
         # Within a compiled function torch.compile would compile the handler too.
-        if threading.current_thread() is threading.main_thread() and unused and not compiles():
+        if main and unused and not compiles() and self._open_pipe():
+            self._thread = threading.Thread(target=self._sample_at_signals, name="doctor-sampler", daemon=True)
+            self._thread.start()
             signal.signal(signal.SIGALRM, self._on_signal)
             signal.siginterrupt(signal.SIGALRM, False)  # calls of libraries go on where it comes
             signal.setitimer(signal.ITIMER_REAL, self._period_s, self._period_s)
@@ -70,13 +86,16 @@ class Sampler:
 
     def stop(self) -> Stacks:
         """Returns the samples. Reads the lines of their frames, after the last sample."""
-        if self._thread is None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        else:
+        assert self._thread is not None
+        if self._wakes is None:
             self._end = True
             self._thread.join()
             sys.setswitchinterval(self._restore)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            self._close_pipe(*self._wakes)
+        self._waits.close()
         stacks = self._stacks.places
         numbers = {place: i for i, place in enumerate(dict.fromkeys(place for stack in stacks for place in stack))}
         return Stacks(
@@ -87,32 +106,99 @@ class Sampler:
             samples=self._samples,
         )
 
+    def _open_pipe(self) -> bool:
+        """Whether signals now write to a pipe; not where the script has such a pipe itself."""
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        theirs = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if theirs == -1:
+            self._wakes = reads, writes
+            return True
+        signal.set_wakeup_fd(theirs)
+        os.close(reads)
+        os.close(writes)
+        return False
+
+    def _close_pipe(self, reads: int, writes: int) -> None:
+        theirs = signal.set_wakeup_fd(-1)
+        if theirs not in (-1, writes):
+            signal.set_wakeup_fd(theirs)  # the script's, since then
+        os.write(writes, _END)
+        assert self._thread is not None
+        self._thread.join()
+        os.close(reads)
+        os.close(writes)
+
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
-        if not self._taking:  # the next signal may come before a sample is taken
-            self._taking = True
-            self._take(frame)
-            self._taking = False
+        # The next signal may come before a sample is taken, and the helper may be about to take this one.
+        if self._taking.acquire(blocking=False):
+            self._take_tick(frame)
+            self._settle()
+            self._taking.release()
+
+    def _sample_at_signals(self) -> None:
+        assert self._wakes is not None
+        while _END not in os.read(self._wakes[0], _BYTES):  # a forked worker's signals may come after it
+            if self._taking.acquire(blocking=False):
+                self._take_tick(sys._current_frames().get(self._loop))
+                self._taking.release()
 
     def _sample(self) -> None:
         while not self._end:
             time.sleep(self._period_s)
-            self._take(sys._current_frames().get(self._loop))
+            now = time.perf_counter()
+            self._take(sys._current_frames().get(self._loop), now, now - self._before)
 
-    def _take(self, frame: FrameType | None) -> None:
-        now, cpu = time.perf_counter(), time.clock_gettime(self._clock)
-        elapsed_s, running_s = now - self._before, cpu - self._cpu_before
-        stands_for_s = elapsed_s
-        if self.by_signal:
-            # A C call is sampled once, when it returns, at its line, for all timer ticks during the call.
-            ticks = int((now - self._began) / self._period_s)
-            stands_for_s = (ticks - self._ticks) * self._period_s
-            self._ticks = ticks
-            blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-            if blocks == self._blocks:
-                running_s = elapsed_s  # a thread that gives its core up to no wait could run, had the machine a core
-            self._blocks = blocks
+    def _take_tick(self, frame: FrameType | None) -> None:
+        """Takes a sample for the timer's ticks since the last one; none where the other thread has taken it.
+
+        A call that keeps the lock is sampled once, when it returns, at its line, for all ticks during the call.
+        """
+        now = time.perf_counter()
+        ticks = int((now - self._began) / self._period_s)
+        since, self._ticks = ticks - self._ticks, ticks
+        if since:
+            self._take(frame, now, since * self._period_s)
+
+    def _take(self, frame: FrameType | None, now: float, stands_for_s: float) -> None:
+        cpu = time.clock_gettime(self._clock)
         number = self._stacks.number(list(walk(frame)))
-        running = min(1.0, running_s / elapsed_s)
+        running = min(1.0, (cpu - self._cpu_before) / (now - self._before))
         self._samples.append((now * 1e6, number, stands_for_s * 1e6, running * stands_for_s * 1e6))
         self._before, self._cpu_before = now, cpu
         self._own_s += time.perf_counter() - now
+
+    def _settle(self) -> None:
+        """Adds the loop's waits for a core to the samples since it ran last: it would have run, had one been free."""
+        waited_us = self._waits.since_last_us()
+        for i in range(self._settled, len(self._samples)):
+            at, number, us, ran_us = self._samples[i]
+            more_us = max(0.0, min(waited_us, us - ran_us))
+            self._samples[i] = at, number, us, ran_us + more_us
+            waited_us -= more_us
+        self._settled = len(self._samples)
+
+
+class _WaitsForCore:
+    """Time that a thread could have run and got no core, by the scheduler's statistics (Linux, sched-stats.rst)."""
+
+    def __init__(self, thread: int) -> None:
+        """thread: its native id."""
+        self._file: int | None = None
+        with suppress(OSError):  # some kernels keep no statistics
+            self._file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+        self._before_us = 0.0
+        self.since_last_us()
+
+    def since_last_us(self) -> float:
+        """Returns microseconds since the last call; 0 where the kernel does not say."""
+        if self._file is None:
+            return 0.0
+        us = int(os.pread(self._file, _BYTES, 0).split()[1]) / 1e3
+        since, self._before_us = us - self._before_us, us
+        return since
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            os.close(self._file)

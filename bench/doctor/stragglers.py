@@ -41,8 +41,9 @@ class Together:
     """Time of an iteration that a rank waits in collectives for the others, by rank."""
     transfers_ms: dict[int, float] = field(default_factory=dict)
     """The rest of the time in collectives."""
-    late: dict[int, Estimate] = field(default_factory=dict)
-    """Time by which a rank comes later than the last of the others, summed over an iteration's collectives."""
+    late_ms: dict[int, list[float]] = field(default_factory=dict)
+    """Time by which a rank comes later than the last of the others, summed over an iteration's collectives; of each
+    iteration."""
     last: dict[int, float] = field(default_factory=dict)
     """Share of the collectives that a rank comes last to."""
     spans: dict[int, list[Span]] = field(default_factory=dict)
@@ -51,14 +52,21 @@ class Together:
     arrived: list[float] = field(default_factory=list)
     """Time at which the last rank came to each collective, ms on the common clock."""
 
+    @property
+    def late(self) -> dict[int, Estimate]:
+        """The mean of late_ms, with its interval."""
+        return {rank: estimate_of(each) for rank, each in self.late_ms.items()}
+
     def straggler(self, iteration_ms: float) -> int | None:
         """The rank that the others wait for."""
-        if len(self.late) < 2:
+        late = self.late
+        if len(late) < 2:
             return None
-        rank = max(self.late, key=lambda rank: self.late[rank].ms)
-        others = max(late.ms for other, late in self.late.items() if other != rank)
-        late = self.late[rank]
-        return rank if late.low > 0 and late.ms >= max(_LEAST * iteration_ms, _MORE * others) else None
+        rank, after = sorted(late, key=lambda rank: -late[rank].ms)[:2]
+        # No rank comes earlier than itself: only beside another one does its delay tell more than chance.
+        more = estimate_of([a - b for a, b in zip(self.late_ms[rank], self.late_ms[after], strict=True)])
+        enough = max(_LEAST * iteration_ms, _MORE * late[after].ms)
+        return rank if more.low > 0 and late[rank].ms >= enough else None
 
 
 def together(events: Mapping[int, Events]) -> Together:
@@ -85,7 +93,7 @@ def together(events: Mapping[int, Events]) -> Together:
         pairs = list(zip(result.spans[rank], result.arrived, strict=True))
         result.waits_ms[rank] = sum(max(0.0, min(at, span.end) - span.start) for span, at in pairs) / n
         result.transfers_ms[rank] = sum(max(0.0, span.end - max(at, span.start)) for span, at in pairs) / n
-        result.late[rank] = estimate_of(late[rank])
+        result.late_ms[rank] = late[rank]
         result.last[rank] = count[rank] / len(pairs)
     return result
 

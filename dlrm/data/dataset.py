@@ -1,7 +1,7 @@
 """The samples of each rank, in their order: the interface between a benchmark's data and the training loop."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 
 class FileContent(TypedDict):
@@ -11,6 +11,8 @@ class FileContent(TypedDict):
     """Checksum.sample of dlrm/data/checksums.py."""
     blake2b: str | None
     """Checksum.blake2b, if a manifest has it."""
+    added: NotRequired[bool]
+    """Whether checkpoints of earlier versions lack the file."""
 
 
 class HostBatch(Protocol):

@@ -90,7 +90,7 @@ class Prefetcher(Iterator[T], Generic[T]):
 def _read(batches: Iterable[S], transform: Callable[[S], T], lane: _Lane[T], stop: threading.Event) -> None:
     error: BaseException | None = None
     try:
-        iterator = iter(batches)
+        iterator = _in_order(batches) if isinstance(batches, Sequence) else iter(batches)
         while True:
             lane.tickets.get()
             if stop.is_set():
@@ -103,6 +103,12 @@ def _read(batches: Iterable[S], transform: Callable[[S], T], lane: _Lane[T], sto
     except BaseException as caught:  # The consumer raises it.
         error = caught
     lane.ready.put(_End(error))
+
+
+def _in_order(batches: Sequence[S]) -> Iterator[S]:
+    """Yields the batches by index: Sequence.__iter__ takes an IndexError, also one of building a batch, for the end."""
+    for number in range(len(batches)):
+        yield batches[number]
 
 
 def _shut_down(readers: Sequence[threading.Thread], lanes: Sequence[_Lane[T]], stop: threading.Event) -> None:

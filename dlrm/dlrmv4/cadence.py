@@ -14,7 +14,8 @@ def cadence(train_samples: int, global_batch_size: int, evaluations: int) -> Eva
 
     The first evaluation is at the first grid point at which the reference's runs may have converged, by the reference's
     linear fit: floor((4480 * global batch + 135,331,840) / 3) samples. If an epoch has another number of samples than
-    MLPerf's, as with generated data, the first evaluation is at the same share of the epoch.
+    MLPerf's, as with generated data, the first evaluation is at the same share of the epoch. train_samples are those of
+    all training windows, also in a run of the first of them (--data.train-windows).
     """
     every = -(-train_samples // (evaluations * global_batch_size))
     earliest = (4480 * global_batch_size + 135_331_840) // 3

@@ -6,10 +6,12 @@ from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.checksums import sample_checksum
 from dlrm_bench.dlrm.data.dataset import FileContent
 from dlrm_bench.dlrm.dlrmv4.config import DataConfig, Dlrmv4Training, ModelConfig
-from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, find_cache
+from dlrm_bench.dlrm.dlrmv4.data.builder import compile_ahead
+from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, META, find_cache, read_limits
 from dlrm_bench.dlrm.dlrmv4.data.dataset import EventDataset, WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import map_path
 from dlrm_bench.dlrm.dlrmv4.data.packed import Packed, PackedLayout
+from dlrm_bench.dlrm.dlrmv4.data.windows import paths as window_paths
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -18,16 +20,24 @@ if TYPE_CHECKING:
 
 
 def open_data(config: TrainingConfig) -> EventDataset:
-    """Opens the cache of events and its index of windows; ValueError names the file or flag that is wrong."""
-    return EventDataset(_data(config), _model(config))
+    """Opens the cache of events and its index of windows, and compiles what builds batches, which would otherwise be
+    within the clock of a run; ValueError names the file or flag that is wrong."""
+    dataset = EventDataset(_data(config), _model(config))
+    compile_ahead()
+    return dataset
 
 
 def data_content(config: TrainingConfig) -> dict[str, FileContent]:
     """Returns the fingerprints of the files that a run reads: of a few blocks of each."""
     root = _data(config).path
     cache = find_cache(root)
+    limits = read_limits(cache)
     paths = [cache / f"{name}.npy" for name in COLUMNS] + [map_path(root, name) for name in ("artist", "album")]
-    return {path.name: {"sample": sample_checksum(path), "blake2b": None} for path in paths}
+    content: dict[str, FileContent] = {path.name: {"sample": sample_checksum(path), "blake2b": None} for path in paths}
+    added = [cache / META, *(cache / f"{name}_{limits.anchors_name}.npy" for name in ("positions", "anchor_ts"))]
+    for path in (*added, *window_paths(cache, limits)):
+        content[path.name] = {"sample": sample_checksum(path), "blake2b": None, "added": True}
+    return content
 
 
 def batch_bytes(config: TrainingConfig) -> int:

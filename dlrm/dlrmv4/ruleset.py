@@ -11,7 +11,7 @@ from typing import Any
 from dlrm_bench.dlrm.benchmark import Published, SubmissionWords
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.dataset import Dataset
-from dlrm_bench.dlrm.dlrmv4.config import ModelConfig, OptimizerConfig, mlperf_learning_rate
+from dlrm_bench.dlrm.dlrmv4.config import DataConfig, ModelConfig, OptimizerConfig, mlperf_learning_rate
 from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import EVAL_SAMPLES, TRAIN_SAMPLES
 from dlrm_bench.dlrm.dlrmv4.presets import MLPERF_EVALUATIONS, MLPERF_TARGET_AUC
 
@@ -108,8 +108,9 @@ def _exchanged(config: TrainingConfig) -> str:
 def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> Iterator[str]:
     """Yields what keeps a run out of the closed division, where only global batch size and learning rate are free, both
     within bounds (closed_dlrmv4.yaml; rcps_dlrmv4.json; training_policies, pull request 594)."""
-    optimizer = config.optimizer
+    optimizer, windows = config.optimizer, config.data
     assert isinstance(optimizer, OptimizerConfig)
+    assert isinstance(windows, DataConfig)
     if data.best_auc is not None:
         yield "a generator made the data"
     elif (data.train_samples, data.eval_samples) != (TRAIN_SAMPLES, EVAL_SAMPLES):
@@ -119,6 +120,8 @@ def obstacles(config: TrainingConfig, run: Mapping[str, Any], data: Dataset) -> 
         )
     if _as_mlperfs(config.model) != ModelConfig():
         yield "the model is not MLPerf's"
+    if windows.train_windows is not None:
+        yield f"--data.train-windows is {windows.train_windows}: MLPerf's runs may use all windows"
     if run["target_auc"] != MLPERF_TARGET_AUC:
         yield f"--target-auc is {run['target_auc']}, MLPerf's {MLPERF_TARGET_AUC}"
     if run["evaluations_per_epoch"] != MLPERF_EVALUATIONS:

@@ -1,7 +1,6 @@
 """The description of a data set made by this program, in `manifest.json` beside the day files."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from dlrm_bench.dlrm.data.checksums import Checksum
+from dlrm_bench.dlrm.data.lock import locked
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 
 MANIFEST = "manifest.json"
@@ -119,13 +119,7 @@ def sole_writer(directory: Path) -> Iterator[None]:
 
     If the writer is interrupted, the marker remains and warns the next writer that day files may be leftovers.
     """
-    with (directory / MARKER).open("a") as marker:
-        try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{directory}: another process is generating here: wait for it, or choose another directory"
-            ) from error
+    with locked(directory / MARKER):
         try:
             yield
         except OSError as error:

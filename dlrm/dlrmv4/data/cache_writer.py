@@ -1,6 +1,7 @@
 """Writes the reference's cache of events in one pass over users, in memory that does not grow with the events."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -9,9 +10,13 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from dlrm_bench.dlrm.data.lock import locked
 from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, META, READY
 from dlrm_bench.dlrm.dlrmv4.data.limits import LIKE, LISTEN, LISTEN_PLUS_PERCENT, Limits
+
+LOCK = "writing.lock"
+"""Locked by the writer of a cache; gone once the cache is complete."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -58,13 +63,20 @@ class CacheWriter:
     """
 
     def __init__(self, folder: Path, limits: Limits) -> None:
-        """ValueError if the folder holds a complete cache, which is left as it is."""
-        if (folder / READY).exists():
-            raise ValueError(f"{folder} holds a complete cache: delete it, or choose another folder")
+        """Locks the folder until the end; ValueError if another process writes it, or it holds a complete cache, which
+        is left as it is."""
+        _require_incomplete(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("windows_*.npy"):  # the index of what was there before
-            path.unlink()
-        self.folder, self.limits = folder, limits
+        with ExitStack() as held:
+            held.enter_context(locked(folder / LOCK))
+            _require_incomplete(folder)  # again: another writer may have just ended
+            self.folder, self.limits = folder, limits
+            self._open()
+            self._held = held.pop_all()
+
+    def _open(self) -> None:
+        folder, limits = self.folder, self.limits
+        self._remove_index()  # of what was there before
         self._columns = {name: ColumnWriter(folder / f"{name}.npy", dtype) for name, dtype in COLUMNS.items()}
         self._positions = ColumnWriter(folder / f"positions_{limits.anchors_name}.npy", np.int64)
         self._anchor_timestamps = ColumnWriter(folder / f"anchor_ts_{limits.anchors_name}.npy", np.int64)
@@ -102,6 +114,10 @@ class CacheWriter:
         for writer, column in zip(self._columns.values(), columns, strict=True):
             writer.append(column)
 
+    def _remove_index(self) -> None:
+        for path in self.folder.glob("windows_*.npy"):
+            path.unlink()
+
     def _finish(self) -> None:
         uids, starts = _joined(self._uids), _joined(self._starts)
         user_start = np.full(self._last_uid + 1, -1, dtype=np.int64)
@@ -114,18 +130,26 @@ class CacheWriter:
         if self.limits != Limits():  # else the file is the reference's to the byte
             meta["limits"] = self.limits.as_dict()
         (self.folder / META).write_text(json.dumps(meta))
+        self._remove_index()  # of a reader that still had the previous cache open
         (self.folder / READY).touch()
+        (self.folder / LOCK).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for writer in (*self._columns.values(), self._positions, self._anchor_timestamps):
-            writer.close()
-        if kind is None:
-            if not self._uids:
-                raise ValueError(f"{self.folder}: there are no events to write")
-            self._finish()
+        with self._held:
+            for writer in (*self._columns.values(), self._positions, self._anchor_timestamps):
+                writer.close()
+            if kind is None:
+                if not self._uids:
+                    raise ValueError(f"{self.folder}: there are no events to write")
+                self._finish()
+
+
+def _require_incomplete(folder: Path) -> None:
+    if (folder / READY).exists():
+        raise ValueError(f"{folder} holds a complete cache: delete it, or choose another folder")
 
 
 def _joined(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:

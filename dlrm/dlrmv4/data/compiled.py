@@ -9,8 +9,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Returns the function, compiled at its first call with arguments of these types: 3 s for all functions that build
-    batches.
+    """Returns the function, compiled at its first call with arguments of these types: about 5 s for all functions that
+    build batches.
 
     Compiled code is not cached on disk: numba would load stale code after a change to a called function in another
     file.

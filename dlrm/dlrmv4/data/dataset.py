@@ -31,7 +31,11 @@ class WindowBatch:
 
 class EventDataset:
     """The data set of events: windows 0 to train_windows - 1 train, in order; the last window evaluates. Samples of a
-    window beyond whole global batches are dropped, always in training, as in the reference. See Dataset."""
+    window beyond whole global batches are dropped, always in training, as in the reference. See Dataset.
+
+    train_samples counts all windows but the last, whatever train_windows: the cadence of evaluations, the schedule's
+    epochs and MLPerf's count of samples are those of the whole data, of which fewer windows are the beginning.
+    """
 
     def __init__(self, data: DataConfig, model: ModelConfig) -> None:
         """ValueError if the folder has no data, histories of another length, or ids outside the tables."""
@@ -58,7 +62,7 @@ class EventDataset:
         self._rows, self._drop_last, self._deal = rows, data.drop_last_evaluation, data.deal
         self._train_windows = (0, data.train_windows or windows)
         self._eval_windows = (windows, windows + 1)
-        self.train_samples: int | None = int(self._index.windows[: self._train_windows[1], 1].sum())
+        self.train_samples: int | None = int(self._index.windows[:windows, 1].sum())
         self.eval_samples = self._index.anchors_of(windows)
         generated = read_generated(data.path)
         self.best_auc: float | None = None if generated is None else generated.best_auc
@@ -118,8 +122,11 @@ class WindowBatches(Sequence[WindowBatch]):
         return self._last()
 
     def _last(self) -> WindowBatch:
-        """Returns the tail, padded with the window's first sample, since a rank may have no sample of the tail."""
+        """Returns the tail, padded with its last sample: the longest history of a batch may scale the attention of all
+        its samples (--model.attention-scale longest). A rank without a sample of the tail repeats the window's first.
+        """
         order = self._samples.order
         own = order.tail(order.first, self._samples.rank)
-        first = order.index.select(order.first, np.zeros(order.local_batch - len(own), dtype=np.int64))
-        return WindowBatch(self._samples.builder.build(np.concatenate([own, first])), len(own))
+        repeated = own[-1:] if len(own) else order.index.select(order.first, np.zeros(1, dtype=np.int64))
+        padding = np.repeat(repeated, order.local_batch - len(own))
+        return WindowBatch(self._samples.builder.build(np.concatenate([own, padding])), len(own))

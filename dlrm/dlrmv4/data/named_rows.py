@@ -95,7 +95,13 @@ def _name(packed: Packed, maps: ItemMaps, named: list[NDArray[np.bool_]]) -> Non
 
 
 def extrapolated(half: NamedRows, whole: NamedRows, samples: float, model: ModelConfig) -> NamedRows:
-    """Returns the rows at a number of samples, by the growth from half of the users to all."""
+    """Returns the rows at a number of samples, by the growth from half of the users to all. ValueError where one half
+    has no samples."""
+    if not 0 < half.samples < whole.samples:
+        raise ValueError(
+            f"half of the users have {half.samples} of {whole.samples} samples: too few users to extrapolate from: "
+            "raise --windows, or choose data of more users"
+        )
     doubling, growth = whole.samples / half.samples, samples / whole.samples
     found = []
     for table, (few, many, rows) in enumerate(zip(half.rows, whole.rows, model.rows, strict=True)):

@@ -13,13 +13,17 @@ Users are read some millions of events at a time, by the statistics of the file'
 user, as Yambda's is, each row group is read about once; otherwise each piece reads the whole file. Peak memory with
 Yambda's items is 1.75 GB (measured) with pieces of 8 million events (--chunk-events) and 0.85 GB with 2 million, plus
 24 bytes per user. The reference takes 190 GB.
+
+Disk space is checked first: 40 bytes per event, and 16 for each event of a user after the first L (as many as samples,
+or some more). Where OUT has a complete cache of the same limits and days, only what is missing beside it is written.
 """
 
-import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,19 +33,22 @@ import tyro
 from numpy.typing import NDArray
 
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN
-from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
+from dlrm_bench.dlrm.dlrmv4.data.cache import READY, Cache
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter, Events
-from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps, map_path
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import FOLDER, ItemMaps, map_path
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits
-from dlrm_bench.dlrm.dlrmv4.data.raw_events import DAY, EVENT_TYPES, RAW_FILE, SESSION_GAP
+from dlrm_bench.dlrm.dlrmv4.data.raw_events import DAY, EVENT_TYPES, RAW_FILE, SESSION_GAP, RawEvents, reading
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
 from dlrm_bench.dlrm.runtime.command_line import exit_status
 
 if TYPE_CHECKING:
     import polars as pl
 
-COLUMNS = ("uid", "timestamp", "item_id", "is_organic", "played_ratio_pct", "event_type")
 PROCESSED = "processed_5b"
+POPULARITY, SPLIT = "item_popularity.npy", "split_meta.json"
+MAPS = ("artist", "album")
+EVENT_BYTES, ANCHOR_BYTES = 40, 16
+"""Bytes of the cache's columns for an event, and of its files of anchors for a sample."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -74,6 +81,21 @@ class PreprocessConfig:
     def limits(self) -> Limits:
         """Limits of the cache: the benchmark's, or in proportion to the history, as `generate` has them."""
         return Limits.scaled(self.history)
+
+    @property
+    def processed(self) -> Path:
+        """Folder of the cache's folder, and of the files beside it."""
+        return self.out / PROCESSED
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the cache."""
+        return self.processed / self.limits.cache_name
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is a complete cache."""
+        return (self.folder / READY).exists()
 
 
 @dataclass(slots=True)
@@ -120,37 +142,59 @@ class Split:
 
 
 def preprocess(config: PreprocessConfig) -> Cache:
-    """Writes the cache and its index of windows, and opens it.
+    """Writes the cache and its index of windows, and opens it. Where there is a complete cache of these limits and
+    days, only what is missing beside it is written.
 
-    ValueError names the impossible file or column, or the complete cache that exists already.
+    ValueError names the impossible file or column, the cache of other limits or days, or OUT if it cannot be written.
     """
-    import polars as pl
-
-    path = config.raw / RAW_FILE
-    folder = config.out / PROCESSED / config.limits.cache_name
+    maps = _folder_of_maps(config)
+    items = len(ItemMaps.open(maps))
     try:
-        events = pl.scan_parquet(path)
-        _require_columns(path, events)
-        bounds = events.select(pl.col("timestamp").min().alias("first"), pl.col("timestamp").max().alias("last"))
-        (t_min, t_max), *_ = bounds.collect(engine="streaming").rows()
-        if t_max is None:
-            raise ValueError(f"{path} has no events: {COPY_AGAIN}")
-        split = Split.of(config, t_min, t_max)
-        popularity = np.zeros(0, dtype=np.int64)
-        with CacheWriter(folder, config.limits) as writer:
-            for first, last in _pieces(path, events, config.chunk_events):
-                piece = events.filter(pl.col("uid").is_between(first, last)).select(COLUMNS).collect()
-                kept = training_events(path, piece, split)
-                writer.append(kept)
-                counts = np.bincount(kept.item, minlength=len(popularity))
-                counts[: len(popularity)] += popularity
-                popularity = counts
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise ValueError(f"{path} cannot be preprocessed ({error}): {COPY_AGAIN}") from error
-    _write_rest(config, split, popularity)
-    cache = Cache.open(folder)
-    prepare_windows(cache)
+        if config.has_cache:
+            Cache.open(config.folder, config.limits)
+        if not (config.has_cache and _has_rest(config)):
+            _write_cache_and_rest(config, items)
+        _require_items(config, items, len(np.load(config.processed / POPULARITY)))
+        if maps != config.out:
+            _copy_maps(config)
+        cache = Cache.open(config.folder)
+        prepare_windows(cache)
+    except OSError as error:
+        raise ValueError(
+            f"{config.out} cannot be written ({error}; {_free_bytes(config.out) / 1e9:.1f} GB are free): make room, or "
+            "choose another OUT"
+        ) from error
     return cache
+
+
+def _write_cache_and_rest(config: PreprocessConfig, items: int) -> None:
+    """Writes the files beside the cache, and the cache unless it is complete. items: those that the maps know."""
+    raw = RawEvents.open(config.raw / RAW_FILE)
+    split = Split.of(config, *raw.times)
+    writing: AbstractContextManager[CacheWriter | None] = nullcontext()
+    if not config.has_cache:
+        _require_space(config, raw.counts)
+        writing = CacheWriter(config.folder, config.limits)
+    popularity = np.zeros(0, dtype=np.int64)
+    with writing as writer:
+        for piece in raw.pieces(config.chunk_events):
+            with reading(raw.path):
+                kept = training_events(raw.path, piece, split)
+            _require_items(config, items, int(kept.item.max(initial=-1)) + 1)
+            if writer is not None:
+                writer.append(kept)
+            counts = np.bincount(kept.item, minlength=len(popularity))
+            counts[: len(popularity)] += popularity
+            popularity = counts
+        if writer is None and split.train_events != len(Cache.open(config.folder)):
+            raise ValueError(
+                f"{config.folder} is not of the {split.train_events} events of training in {raw.path}: delete it, or "
+                "choose another OUT"
+            )
+        np.save(config.processed / POPULARITY, popularity)
+        partial = config.processed / f"{SPLIT}.partial"
+        partial.write_text(json.dumps(split.as_dict(config), indent=2))
+        os.replace(partial, config.processed / SPLIT)
 
 
 def training_events(path: Path, piece: "pl.DataFrame", split: Split) -> Events:
@@ -199,44 +243,70 @@ def _event_types(path: Path, piece: "pl.DataFrame") -> NDArray[np.int64]:
     return column.to_numpy().astype(np.int64)
 
 
-def _require_columns(path: Path, events: "pl.LazyFrame") -> None:
-    missing = sorted(set(COLUMNS) - set(events.collect_schema().names()))
-    if missing:
-        raise ValueError(f"{path} has no column {missing[0]}: is it Yambda's flat multi_event.parquet?")
+def _require_space(config: PreprocessConfig, counts: NDArray[np.int64]) -> None:
+    """Raises ValueError if OUT has less room than 40 bytes per event, and 16 for each after a user's first `history`
+    events. counts: events of each user.
 
-
-def _pieces(path: Path, events: "pl.LazyFrame", most: int) -> list[tuple[int, int]]:
-    """Returns first and last user of each piece: users in turn, up to `most` events, but at least one user."""
-    import polars as pl
-
-    users = events.group_by("uid").agg(pl.len()).sort("uid").collect(engine="streaming")
-    if users["uid"].null_count():
-        raise ValueError(f"{path}: column uid has nulls: {COPY_AGAIN}")
-    uid, ends = users["uid"].to_numpy().astype(np.int64), np.cumsum(users["len"].to_numpy().astype(np.int64))
-    bounds = [0]
-    while bounds[-1] < len(uid):
-        before = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-        bounds.append(max(bounds[-1] + 1, int(np.searchsorted(ends, before + most, side="right"))))
-    return [(int(uid[first]), int(uid[end - 1])) for first, end in itertools.pairwise(bounds)]
-
-
-def _write_rest(config: PreprocessConfig, split: Split, popularity: NDArray[np.int64]) -> None:
-    """Writes the files beside the cache. ValueError where maps and events are not of one data set, as in the
-    reference."""
-    processed = config.out / PROCESSED
-    np.save(processed / "item_popularity.npy", popularity)
-    (processed / "split_meta.json").write_text(json.dumps(split.as_dict(config), indent=2))
-    for name in ("artist", "album"):
-        source, target = map_path(config.raw, name), map_path(config.out, name)
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
-    items = len(ItemMaps.open(config.out))
-    if items < len(popularity):
+    Those after the first are samples if they are listens, as nearly all of Yambda's are; the others' 16 bytes are more
+    than the index of windows takes. The files of an earlier attempt are overwritten.
+    """
+    samples = int(np.maximum(counts - config.limits.min_history, 0).sum())
+    needed = EVENT_BYTES * int(counts.sum()) + ANCHOR_BYTES * samples
+    free = _free_bytes(config.out) + sum(path.stat().st_size for path in config.folder.glob("*"))
+    if needed > free:
         raise ValueError(
-            f"{config.raw / RAW_FILE} has item {len(popularity) - 1}, and the maps know items up to {items - 1}: they "
-            "are not of one data set"
+            f"{config.out} has {free / 1e9:.1f} GB free, and about {needed / 1e9:.1f} GB are needed for "
+            f"{counts.sum() / 1e6:.1f} million events: make room, or choose another OUT"
         )
+
+
+def _free_bytes(out: Path) -> int:
+    place = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
+    return shutil.disk_usage(place).free
+
+
+def _folder_of_maps(config: PreprocessConfig) -> Path:
+    """Returns OUT if it has both maps of items, else RAW."""
+    return config.out if all(map_path(config.out, name).exists() for name in MAPS) else config.raw
+
+
+def _require_items(config: PreprocessConfig, items: int, named: int) -> None:
+    """Raises ValueError if events name an item that the maps lack, as the reference does. named: one more than the
+    largest item of the events."""
+    if items < named:
+        raise ValueError(
+            f"{config.raw / RAW_FILE} has item {named - 1}, and the maps in {_folder_of_maps(config) / FOLDER} know "
+            f"items up to {items - 1}: they are not of one data set: {COPY_AGAIN}"
+        )
+
+
+def _has_rest(config: PreprocessConfig) -> bool:
+    """Whether the files beside a complete cache are there; ValueError if they are of other days."""
+    path = config.processed / SPLIT
+    if not (path.exists() and (config.processed / POPULARITY).exists()):
+        return False
+    try:
+        split = json.loads(path.read_text())
+        known = {name: split[name] for name in ("train_days", "gap_minutes", "test_days")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}): delete it, and it is written again") from error
+    for name, value in known.items():
+        if value != getattr(config, name):
+            raise ValueError(
+                f"{config.folder} was made with --{name.replace('_', '-')} {value}, not {getattr(config, name)}: "
+                "delete it, or choose another OUT"
+            )
+    return True
+
+
+def _copy_maps(config: PreprocessConfig) -> None:
+    """Copies the maps to OUT; each appears complete or not at all."""
+    for name in MAPS:
+        target = map_path(config.out, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(".partial")
+        shutil.copy(map_path(config.raw, name), partial)
+        os.replace(partial, target)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -252,8 +322,12 @@ def _run(args: Sequence[str] | None) -> int:
         description=__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    there = config.has_cache
     cache = preprocess(config)
-    print(f"{config.out}: {len(cache)} events of {len(cache.unique_uids)} users, {len(cache.positions)} anchors")
+    print(
+        f"{config.out}: {len(cache)} events of {len(cache.unique_uids)} users, {len(cache.positions)} anchors"
+        + (" (the cache was there already)" if there else "")
+    )
     return 0
 
 

@@ -1,14 +1,23 @@
-"""Yambda's own format of events, flat/*/multi_event.parquet, written from made events."""
+"""Yambda's own format of events, flat/*/multi_event.parquet: read, and written from made events."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import Events
 from dlrm_bench.dlrm.dlrmv4.data.limits import LISTEN
 
+if TYPE_CHECKING:
+    import polars as pl
+
+COLUMNS = ("uid", "timestamp", "item_id", "is_organic", "played_ratio_pct", "event_type")
 EVENT_TYPES = ("listen", "like", "dislike", "unlike", "undislike")
 """Types of events, in the order of the cache's numbers."""
 DAY, SESSION_GAP = 86_400, 1_800
@@ -74,3 +83,66 @@ class RawWriter:
             pl.scan_parquet(self._parts).sink_parquet(self.path)
         for part in self._parts:
             part.unlink()
+
+
+@dataclass(slots=True, eq=False)
+class RawEvents:
+    """Yambda's file of events, and what a first look at it finds."""
+
+    path: Path
+    frame: "pl.LazyFrame"
+    times: tuple[int, int]
+    """Those of the first and the last event, in seconds."""
+    uid: NDArray[np.int64]
+    """All users, ascending."""
+    counts: NDArray[np.int64]
+    """Number of events of each user."""
+
+    @classmethod
+    def open(cls, path: Path) -> "RawEvents":
+        """Reads the columns of users and times; ValueError names the file if it cannot be, or lacks a column."""
+        import polars as pl
+
+        with reading(path):
+            frame = pl.scan_parquet(path)
+            _require_columns(path, frame)
+            bounds = frame.select(pl.col("timestamp").min().alias("first"), pl.col("timestamp").max().alias("last"))
+            times, *_ = bounds.collect(engine="streaming").rows()
+            users = frame.group_by("uid").agg(pl.len()).sort("uid").collect(engine="streaming")
+        if times[1] is None:
+            raise ValueError(f"{path} has no events: {COPY_AGAIN}")
+        if users["uid"].null_count():
+            raise ValueError(f"{path}: column uid has nulls: {COPY_AGAIN}")
+        return cls(path, frame, times, *(users[name].to_numpy().astype(np.int64) for name in ("uid", "len")))
+
+    def pieces(self, most: int) -> Iterator["pl.DataFrame"]:
+        """Yields the events of users in turn, up to `most` at a time, but at least one user's."""
+        import polars as pl
+
+        ends = np.cumsum(self.counts)
+        first = 0
+        while first < len(self.uid):
+            before = int(ends[first - 1]) if first else 0
+            end = max(first + 1, int(np.searchsorted(ends, before + most, side="right")))
+            with reading(self.path):
+                users = pl.col("uid").is_between(int(self.uid[first]), int(self.uid[end - 1]))
+                piece = self.frame.filter(users).select(COLUMNS).collect()
+            yield piece
+            first = end
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns errors of reading raw events into a ValueError that names their file; errors of writing name OUT."""
+    import polars as pl
+
+    try:
+        yield
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise ValueError(f"{path} cannot be preprocessed ({error}): {COPY_AGAIN}") from error
+
+
+def _require_columns(path: Path, events: "pl.LazyFrame") -> None:
+    missing = sorted(set(COLUMNS) - set(events.collect_schema().names()))
+    if missing:
+        raise ValueError(f"{path} has no column {missing[0]}: is it Yambda's flat multi_event.parquet?")

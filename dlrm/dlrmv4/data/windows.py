@@ -32,21 +32,21 @@ class WindowIndex:
     ranges: NDArray[np.int64]
     """First anchor of a range, and anchors of its window before it, [R, 2]."""
     windows: NDArray[np.int64]
-    """First range of a window, and its anchors, [W, 2]."""
+    """First range of a window, and its anchors, [W, 2]; in memory."""
+    path: Path = Path()
+    """File of the ranges."""
 
     @classmethod
     def open(cls, cache: Cache) -> "WindowIndex":
-        """Map the index of a cache; ValueError if it was not prepared, or for other anchors."""
+        """Map the index of a cache; ValueError if it was not prepared, or for other anchors, or is damaged."""
         ranges_path, windows_path = paths(cache.folder, cache.limits)
         if not windows_path.exists():
             raise ValueError(f"{windows_path} does not exist: prepare the index of windows with dlrm-bench data check")
-        index = cls(map_column(ranges_path, np.int64, 2), map_column(windows_path, np.int64, 2))
-        if index.windows[:, 1].sum() != len(cache.positions):
-            raise ValueError(
-                f"{windows_path} has {index.windows[:, 1].sum()} anchors, and the cache {len(cache.positions)}: "
-                "delete it and prepare it again"
-            )
-        return index
+        ranges, windows = (map_column(path, np.int64, 2) for path in (ranges_path, windows_path))
+        wrong = _first_fault(ranges, windows, len(cache.positions))
+        if wrong is not None:
+            raise ValueError(f"{windows_path} {wrong}: delete it and prepare it again with dlrm-bench data check")
+        return cls(ranges, np.array(windows), ranges_path)
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -56,12 +56,32 @@ class WindowIndex:
         return int(self.windows[window, 1])
 
     def select(self, window: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Anchors at these places, 0 to anchors_of - 1, of a window's order."""
+        """Anchors at these places, 0 to anchors_of - 1, of a window's order. ValueError if the ranges are damaged."""
         assert places.size == 0 or 0 <= places.min() <= places.max() < self.anchors_of(window)
-        end = self.windows[window + 1, 0] if window + 1 < len(self) else len(self.ranges)
-        ranges = self.ranges[self.windows[window, 0] : end]
-        found = ranges[np.searchsorted(ranges[:, 1], places, side="right") - 1]
-        return found[:, 0] + places - found[:, 1]
+        end = int(self.windows[window + 1, 0]) if window + 1 < len(self) else len(self.ranges)
+        anchors, whole = _select(self.ranges, int(self.windows[window, 0]), end, places, int(self.windows[:, 1].sum()))
+        if not whole:
+            raise ValueError(
+                f"{self.path}: the ranges of window {window} are damaged: delete the file of windows beside it, and "
+                "prepare both again with dlrm-bench data check"
+            )
+        return anchors
+
+
+def _first_fault(ranges: NDArray[np.int64], windows: NDArray[np.int64], anchors: int) -> str | None:
+    """Returns how an index does not fit its cache of so many anchors, None where it does. Of the ranges it reads the
+    first and the last."""
+    if windows.shape[1] != 2 or ranges.shape[1] != 2:
+        return f"has shape {windows.shape}, and its ranges {ranges.shape}, instead of two columns"
+    if windows[:, 1].sum() != anchors:
+        return f"has {windows[:, 1].sum()} anchors, and the cache {anchors}"
+    bounds = np.append(windows[:, 0], len(ranges))
+    if not len(ranges) or bounds[0] != 0 or (np.diff(bounds) < 0).any() or windows[:, 1].min() < 0:
+        return f"does not divide the {len(ranges)} ranges among its windows"
+    for first, before in (ranges[0], ranges[-1]):
+        if not 0 <= before <= first < anchors:
+            return f"is of ranges that begin at anchor {first}, and the cache has anchors 0 to {anchors - 1}"
+    return None
 
 
 def paths(folder: Path, limits: Limits) -> tuple[Path, Path]:
@@ -100,6 +120,29 @@ def prepare_windows(cache: Cache) -> WindowIndex:
             np.save(file, windows)
         os.replace(partial, windows_path)
     return WindowIndex.open(cache)
+
+
+@compiled
+def _select(
+    ranges: NDArray[np.int64], first: int, end: int, places: NDArray[np.int64], anchors: int
+) -> tuple[NDArray[np.int64], bool]:
+    """Returns the anchors at these places of a window, whose ranges are [first, end), and whether all of them are below
+    `anchors`. Compiled, to read the mapped file without the interpreter's lock (builder._gather)."""
+    found = np.empty_like(places)
+    for i in range(len(places)):
+        low, high = first, end  # the last range with at most places[i] anchors before it is in [low - 1, high - 1]
+        while low < high:
+            middle = (low + high) // 2
+            if ranges[middle, 1] <= places[i]:
+                low = middle + 1
+            else:
+                high = middle
+        if low == first:
+            return found, False
+        found[i] = ranges[low - 1, 0] + places[i] - ranges[low - 1, 1]
+        if not 0 <= found[i] < anchors:
+            return found, False
+    return found, True
 
 
 @compiled

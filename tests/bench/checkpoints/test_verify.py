@@ -38,7 +38,7 @@ def test_everything_that_is_wrong_is_named(folder: Path, capsys: pytest.CaptureF
     assert main(["checkpoint", "verify", str(folder)]) == EXIT_BAD_INPUT
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == f"{folder / STATE_JSON} is damaged: auc is 2"
-    assert second == f"{folder / STATE_JSON} is damaged: its checksum is another"
+    assert second == f"{folder / STATE_JSON} is damaged: its checksum does not match"
     assert third.startswith(f"{folder}/rank-0-0.bin, bytes 0 to 239, of weights/t, are damaged")
     (folder / INDEX_JSON).write_text("{")
     assert main(["checkpoint", "verify", str(folder)]) == EXIT_BAD_INPUT

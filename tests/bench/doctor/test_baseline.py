@@ -20,10 +20,12 @@ from dlrm_bench.bench.doctor.text import comparison_lines, finding_lines, predic
 from tests.bench.doctor.made import frame
 
 
-def finding(kind: str = judge.SYNC, *, line: int = 9, ms: float | None = 0.5, library: str = "") -> Finding:
+def finding(
+    kind: str = judge.SYNC, *, line: int = 9, ms: float | None = 0.5, library: str = "", file: str = "train.py"
+) -> Finding:
     return Finding(
         kind=kind,
-        file="train.py",
+        file=file,
         line=line,
         function="main",
         text="loss.item()",
@@ -102,6 +104,27 @@ def diagnosis(
 def test_lines_that_moved_are_the_same():
     result = compare(diagnosis(2.0, finding(line=9)), diagnosis(2.0, finding(line=30)))
     assert (result.new, result.gone) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["src/train.py"], ["train.py"]),
+        (["train.py"], ["/home/me/src/train.py"]),
+        (["a/net.py", "b/net.py"], ["/home/me/a/net.py", "net.py"]),
+        (["net.py", "/home/me/a/net.py"], ["a/net.py", "b/net.py"]),
+    ],
+)
+def test_the_working_directory_makes_no_finding_new(before, after):
+    was, now = ([finding(file=file) for file in files] for files in (before, after))
+    result = compare(diagnosis(2.0, *was), diagnosis(2.0, *now))
+    assert (result.new, result.gone) == ([], [])
+
+
+def test_a_file_of_another_name_is_another_one():
+    was, now = [finding(file="a/net.py")], [finding(file="a/net.py"), finding(file="net.py"), finding(file="my_net.py")]
+    result = compare(diagnosis(2.0, *was), diagnosis(2.0, *now))
+    assert sorted(str(change.finding["file"]) for change in result.new) == ["my_net.py", "net.py"]
 
 
 def test_a_second_sync_in_a_function_is_new():

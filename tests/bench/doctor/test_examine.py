@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.doctor import leaving, rank
-from dlrm_bench.bench.doctor.diagnosis import Diagnosis, read_diagnosis
+from dlrm_bench.bench.doctor.diagnosis import Diagnosis, read_diagnosis, write_diagnosis
 from dlrm_bench.bench.doctor.examine import ExaminationError, examine
 from dlrm_bench.bench.doctor.findings import Finding
 from dlrm_bench.bench.doctor.judge import OUTSIDE
 from dlrm_bench.bench.doctor.remedies import WHOLE_ITERATION
-from tests.launched import ranks_naming, wait_until
+from tests.bench.doctor.test_baseline import diagnosis as made_diagnosis
+from tests.launched import free_port, ranks_naming, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAINING = """
@@ -31,7 +33,13 @@ for _ in range({iterations}):
 
 
 def examined(
-    script: Path, folder: Path, processes: int = 0, gpu: bool = False, warmup: int = 3, **more: str
+    script: Path,
+    folder: Path,
+    processes: int = 0,
+    gpu: bool = False,
+    warmup: int = 3,
+    arguments: Sequence[str] = (),
+    **more: str,
 ) -> Diagnosis:
     """Under torchrun, or as a process alone."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
@@ -39,7 +47,7 @@ def examined(
     if not gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, *torchrun, str(script)]
+    command = [sys.executable, *torchrun, str(script), *arguments]
     diagnosis, _ = examine(command, folder, warmup, 5, environment=environment)
     return diagnosis
 
@@ -245,13 +253,58 @@ def test_the_command_writes_and_compares(tmp_path, monkeypatch, capfd):
     assert "failed" not in capfd.readouterr().out
 
 
+def test_a_baseline_of_another_device_is_refused_after_the_diagnosis_is_written(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    made = made_diagnosis(2.0, device="cpu")
+    write_diagnosis(made_diagnosis(2.0, device="cuda"), tmp_path / "old.json")
+    monkeypatch.setattr("dlrm_bench.bench.doctor.examine.examine", lambda *_: (made, {}))
+    assert main(["doctor", "--baseline", "old.json", "--json", "new.json", "--", "true"]) == 2
+    said = capfd.readouterr()
+    assert "no findings" in said.out
+    assert "--baseline was made on cuda" in said.err
+    assert read_diagnosis(tmp_path / "new.json") == made
+
+
+SPAWNS = """
+import os, sys, time
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+def train(rank, port, told):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    pids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for step in range(60):
+        parameter.grad = torch.ones(1)
+        dist.all_reduce(parameter.grad)
+        if rank == 1 and step == 28:  # rank 0 is done by then
+            time.sleep(1.5)
+            with open(told, "w") as file:
+                file.write(open(f"/proc/{pids[0].item()}/stat").read().rpartition(")")[2].split()[0])
+        optimizer.step()
+if __name__ == "__main__":
+    mp.spawn(train, (int(sys.argv[1]), sys.argv[2]), 2)
+"""
+
+
+def test_ranks_that_no_launcher_counts_wait_for_each_other(tmp_path, monkeypatch):
+    """mp.spawn sets no LOCAL_WORLD_SIZE."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    script, told = written(tmp_path, SPAWNS), tmp_path / "told"
+    diagnosis = examined(script, tmp_path / "out", arguments=[str(free_port()), str(told)])
+    assert (diagnosis["world_size"], len(diagnosis["ranks"])) == (2, 2)
+    assert told.read_text() in list("SRD")  # and no zombie
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["doctor"], "name the command"),
         (["doctor", "--fail-on", "new-syncs", "--", "true"], "needs --baseline"),
         (["doctor", "--fail-on", "2%", "--", "true"], "new-syncs"),
-        (["doctor", "--iterations", "0", "--", "true"], "--iterations 0"),
+        (["doctor", "--warmup", "0", "--", "true"], "--warmup 0"),
+        (["doctor", "--iterations", "2", "--", "true"], "--iterations 2: at least 3 are needed"),
         (["doctor", "--baseline", "none.json", "--", "true"], "none.json cannot be read"),
         (["doctor", "--", "no-such-command"], "no-such-command"),
     ],

@@ -2,9 +2,11 @@ import pytest
 
 from dlrm_bench.bench.doctor import judge
 from dlrm_bench.bench.doctor.cuda_calls import cuda_calls, take_costs
-from dlrm_bench.bench.doctor.findings import Finding, findings_of, seen_by
+from dlrm_bench.bench.doctor.findings import Finding, Seen, findings_of, seen_by
+from dlrm_bench.bench.doctor.judge import Place, line_of
 from dlrm_bench.bench.doctor.rank_file import MARK, MARKED_ITERATION, RankFile
 from dlrm_bench.bench.doctor.remedies import suggestion
+from dlrm_bench.bench.doctor.samples import Estimate
 from dlrm_bench.bench.doctor.trace import ITERATION
 from tests.bench.doctor.made import (
     CALLER,
@@ -180,6 +182,17 @@ def test_no_finding_costs_more_than_an_iteration():
     costs = [finding["ms"] or 0.0 for finding in findings(rank)]
     assert 0.19 < sum(costs) <= 0.2  # the rest is a copy from pinned memory, which is no finding
     assert costs[0] == pytest.approx(0.2 * 420 / 515)
+
+
+def test_times_that_are_scaled_to_the_iteration_stay_within_their_intervals():
+    rank = rank_file([[USER]], [made_call("torch.Tensor.item", i, 0, 1000.0 * i, 900.0) for i in range(2)])
+    seen = {
+        Place(kind, line_of(USER), ()): Seen(count=2, us=2000.0, left_out=Estimate(1.5, 0.1))
+        for kind in (judge.SYNC, judge.PRINT)
+    }
+    for _, finding in findings_of([(rank, seen)], suggestion):
+        times = [finding[name] for name in ("ms", "low_ms", "high_ms", "calls_ms", "worst_ms")]
+        assert times == [pytest.approx(ms / 3) for ms in (1.5, 1.4, 1.6, 1.0, 1.5)]  # of 3 ms in an iteration of 1
 
 
 def test_counters_of_an_optimizer_are_on_the_host():

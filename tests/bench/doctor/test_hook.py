@@ -54,6 +54,26 @@ print(calls, Derived.progress.__name__)
     assert run(program, tmp_path, PYTHONPATH=str(tmp_path / "theirs")) == "['progress'] progress"
 
 
+def test_a_progress_that_ends_an_epoch_is_no_iteration(tmp_path):
+    package = tmp_path / "theirs" / "five_stage"
+    package.mkdir(parents=True)
+    (package / "pipeline.py").write_text(PIPELINES, encoding="utf-8")
+    program = """
+from contextlib import suppress
+from dlrm_bench.bench.doctor import hook
+calls = []
+hook.boundary = lambda found_by: calls.append(found_by)
+from five_stage.pipeline import Derived
+for _ in range(5):
+    batches = iter(range(10))
+    with suppress(StopIteration):
+        while True:
+            Derived().progress(batches)
+print(len(calls))
+"""
+    assert run(program, tmp_path, PYTHONPATH=str(tmp_path / "theirs")) == "50"
+
+
 def test_functions_are_wrapped_before_anyone_takes_them(tmp_path):
     program = """
 import torch

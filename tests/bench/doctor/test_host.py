@@ -70,6 +70,18 @@ def test_a_read_costs_its_line_and_not_what_the_line_calls():
     assert (place.kind, estimate.ms) == (judge.SYNC, pytest.approx(0.2))
 
 
+@pytest.mark.parametrize(("operators", "found"), [([0], {}), ([], {judge.SYNC: 0.0})])
+def test_an_operator_without_samples_costs_what_its_calls_take(operators, found):
+    """`if t:` many times an iteration, each shorter than the sampler needs to see it: the next call has its samples."""
+    calls = [made_call("torch.Tensor.__bool__", i, 0, 1000.0 * i, 300.0) for i in range(2)]
+    rank = rank_file([[USER]], calls, device="cpu") | {"operators": operators}
+    rank["marked"]["marks_ms"] = 0.5  # as fast as without marks
+    costs = estimates(([FORWARD, USER], 1000.0, 1.0), rank=rank)
+    assert {place.kind: estimate.ms for place, estimate in costs.items()} == found
+    ((_, seen),) = seen_by(rank, []).items()
+    assert seen.ms(2) == pytest.approx(0.3)
+
+
 def test_a_line_that_logs_a_value_goes_as_a_whole():
     logging = frame("/env/lib/python3.12/logging/__init__.py", 377, "LogRecord.getMessage")
     calls = [made_call("torch.Tensor.item", i, 0, 1000.0 * i, 10.0) for i in range(2)]

@@ -50,6 +50,22 @@ def test_every_call_is_kept_with_its_line(marks):
     assert all(call["us"] > 0 for call in marks.calls)
 
 
+def test_operators_are_told_from_calls(marks):
+    x = torch.ones(3)
+    for _ in range(20):  # CPython specializes the instructions
+        x + 1
+        x[x > 0]
+        x.add(1)
+        if x.sum():
+            torch.zeros(2, dtype=torch.int32)
+        x[0] = 2
+    by_operator = {call["name"] for call in marks.calls if call["stack"] in marks.operators}
+    by_call = {call["name"] for call in marks.calls if call["stack"] not in marks.operators}
+    tensor = "torch.Tensor"
+    assert by_operator == {f"{tensor}.{name}" for name in ("add", "__getitem__", "gt", "__bool__", "__setitem__")}
+    assert by_call == {"torch.ones", f"{tensor}.add", f"{tensor}.sum", "torch.zeros"}
+
+
 def test_a_loop_has_one_stack(marks):
     for _ in range(3):
         torch.ones(1)

@@ -1,8 +1,15 @@
+import random
+
 import pytest
 
+from dlrm_bench.bench.doctor.findings import Seen
+from dlrm_bench.bench.doctor.judge import Place
+from dlrm_bench.bench.doctor.outside import add_straggler
 from dlrm_bench.bench.doctor.picture import ranks_figure
-from dlrm_bench.bench.doctor.stragglers import more_gpu_work, together
+from dlrm_bench.bench.doctor.rank_file import RankFile
+from dlrm_bench.bench.doctor.stragglers import Together, more_gpu_work, together
 from dlrm_bench.bench.doctor.trace import ITERATION
+from tests.bench.doctor.made import USER, rank_file, sampled
 from tests.bench.profile.gpu_traces import ALL_REDUCE, NVJET, SEND_RECV, call, event, on_gpu
 
 GLOO = 300
@@ -71,9 +78,43 @@ def test_ranks_that_come_last_in_turn_have_no_straggler():
     assert together({0: first, 1: second}).straggler(20.0) is None
 
 
+@pytest.mark.parametrize("collectives", [1, 4])
+def test_equal_ranks_seldom_have_a_straggler(collectives):
+    """Each comes to each collective at a time of chance."""
+    draw = random.Random(5)
+    found = 0
+    for _ in range(500):
+        late = {0: [0.0] * 5, 1: [0.0] * 5}
+        for i in range(5):
+            for _ in range(collectives):
+                first, second = draw.expovariate(1.0), draw.expovariate(1.0)
+                late[int(second > first)][i] += abs(second - first)
+        found += Together(late_ms=late).straggler(1.0) is not None
+    assert found < 0.08 * 500
+
+
 def test_ranks_whose_collectives_differ_are_not_compared():
     other = host_rank(0.0)
     other[1]["name"] = "gloo:broadcast"
     result = together({0: host_rank(0.0), 1: other})
     assert (result.late, result.straggler(20.0), ranks_figure(result)) == ({}, None, None)
     assert together({0: host_rank(0.0)}).late == {}
+
+
+def detail_of_straggler(more_us: float) -> tuple[int, str]:
+    """(line, detail) of a rank that is 12 ms late, one line of which takes this much longer, in us."""
+    events = {0: host_rank(0.0), 1: host_rank(12_000.0)}
+    seen: list[tuple[RankFile, dict[Place, Seen]]] = []
+    for rank in events:
+        made = rank_file([], [], rank=rank, device="cpu")
+        made["sampled"] = sampled([[USER]], [(1000.0 * i + 500, 0, 100.0 + rank * more_us, 0.0) for i in range(50)])
+        seen.append((made, {}))
+    assert add_straggler(seen, events, together(events), 20.0) == 1
+    ((place, found),) = seen[0][1].items()
+    return place.user.line, found.detail
+
+
+def test_the_line_of_a_straggler_explains_its_delay():
+    assert detail_of_straggler(11_000.0)[0] == USER["line"]
+    line, detail = detail_of_straggler(200.0)
+    assert (line, "none of its lines takes that much longer" in detail) == (0, True)

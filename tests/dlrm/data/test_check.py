@@ -26,5 +26,5 @@ def test_without_findings_the_numbers_are_said(tmp_path, capsys):
 
 
 def test_flags_that_contradict_each_other_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="--mlperf reads every byte, and --fast does not: choose one"):
+    with pytest.raises(ValueError, match="--mlperf reads every byte, --fast does not: choose one"):
         CheckConfig(directory=tmp_path, mlperf=True, fast=True)

@@ -35,7 +35,7 @@ def test_a_changed_byte_in_a_sampled_block(tmp_path: Path, known: dict[str, Chec
     content[position] ^= 1
     (tmp_path / "a").write_bytes(content)
     (found,) = lines(tmp_path, known)
-    assert found == "a was changed: its checksum is not that of the manifest: copy or generate it again"
+    assert found == "a was changed: its checksum differs from the manifest's: copy or generate it again"
 
 
 def test_only_the_whole_check_sees_every_byte(tmp_path: Path, known: dict[str, Checksum]) -> None:
@@ -52,7 +52,7 @@ def test_only_the_whole_check_sees_every_byte(tmp_path: Path, known: dict[str, C
     [
         (b"x" * 99, "c is truncated: 99 bytes instead of 100: copy or generate it again"),
         (b"x" * 101, "c is too long: 101 bytes instead of 100: copy or generate it again"),
-        (b"", "c has the content of d: files were swapped; give them their names back"),
+        (b"", "c has the content of d: the files were swapped; restore their names"),
     ],
 )
 def test_other_sizes(tmp_path: Path, known: dict[str, Checksum], content: bytes, message: str) -> None:
@@ -65,11 +65,11 @@ def test_swapped_files(tmp_path: Path, known: dict[str, Checksum]) -> None:
     (tmp_path / "b").rename(tmp_path / "a")
     (tmp_path / "x").rename(tmp_path / "b")
     assert lines(tmp_path, known) == [
-        "a has the content of b: files were swapped; give them their names back",
-        "b has the content of a: files were swapped; give them their names back",
+        "a has the content of b: the files were swapped; restore their names",
+        "b has the content of a: the files were swapped; restore their names",
     ]
 
 
 def test_a_missing_file(tmp_path: Path, known: dict[str, Checksum]) -> None:
     (tmp_path / "a").unlink()
-    assert lines(tmp_path, known) == ["a does not exist, but the manifest has it: copy or generate it again"]
+    assert lines(tmp_path, known) == ["a does not exist, but the manifest lists it: copy or generate it again"]

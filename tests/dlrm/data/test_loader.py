@@ -149,6 +149,24 @@ def test_the_error_of_one_thread_arrives_in_its_turn(model: ModelConfig, threads
     assert not readers()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_index_error_of_a_batch_is_no_end(model: ModelConfig, threads: int) -> None:
+    """A damaged index of samples would shorten an evaluation."""
+
+    class Damaged(Numbered):
+        def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, slice):
+                return Damaged(self.model, self.numbers[index])
+            if self.numbers[index] == 3:
+                raise IndexError("index 99 is out of bounds")
+            return super().__getitem__(index)
+
+    with Prefetcher(Damaged(model, range(9)), number_of, 4, threads) as results:
+        assert [next(results) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(IndexError, match="99"):
+            next(results)
+
+
 def test_an_iterator_is_read_by_one_thread(model: ModelConfig) -> None:
     with Prefetcher(numbered(model, 40), number_of, 8, threads=4) as results:
         assert len(readers()) == 1

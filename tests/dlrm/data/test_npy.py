@@ -113,7 +113,7 @@ def test_rows_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     np.testing.assert_array_equal(memory[140:176].view(np.int32)[:, None], arrays[1][11:20])
     assert (np.delete(memory, np.r_[8:116, 140:176]) == 255).all()
     os.truncate(tmp_path / "1.npy", 128 + 4 * 19)
-    with pytest.raises(ValueError, match=r"1.npy is truncated: it ends at byte 204 and was longer"):
+    with pytest.raises(ValueError, match=r"1.npy is truncated: it ends at byte 204 but was longer"):
         rows.read(11, 9, memory, np.array([8, 140]))
 
 

@@ -16,9 +16,9 @@ def test_a_path_that_leads_nowhere_says_why(tmp_path: Path) -> None:
     assert why_not(tmp_path / "dangling") == "is a link to gone, which does not exist"
     assert why_not(tmp_path) == "is a directory"
     os.mkfifo(tmp_path / "pipe")
-    assert why_not(tmp_path / "pipe") == "is neither file nor directory"
+    assert why_not(tmp_path / "pipe") == "is neither a file nor a directory"
     (tmp_path / "file").touch()
-    assert why_not(tmp_path / "file") == "is no directory"
+    assert why_not(tmp_path / "file") == "is not a directory"
     assert why_not(tmp_path / "file" / "within") == "cannot be reached (Not a directory)"
 
 

@@ -248,6 +248,7 @@ def test_a_run_by_the_rules_is_closed() -> None:
         ({}, Samples(eval_samples=1), BATCH, "2290835423 training and 1 evaluation samples, MLPerf's"),
         ({"model": replace(CLOSED.model, attention_scale="maximum")}, Samples(), BATCH, "the model is not MLPerf's"),  # type: ignore[type-var]
         ({"model": replace(CLOSED.model, layers=2)}, Samples(), BATCH, "the model is not MLPerf's"),  # type: ignore[type-var]
+        ({"data": replace(CLOSED.data, train_windows=75)}, Samples(), BATCH, "--data.train-windows is 75"),  # type: ignore[type-var]
         ({"target_auc": 0.74}, Samples(), BATCH, "--target-auc is 0.74, MLPerf's 0.75"),
         ({"evaluations_per_epoch": 100}, Samples(), BATCH, "--evaluations-per-epoch is 100, MLPerf's 1000"),
         ({"optimizer": OptimizerConfig(ramp_steps=100)}, Samples(), BATCH, "the optimizers are not MLPerf's"),

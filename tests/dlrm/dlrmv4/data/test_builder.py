@@ -1,23 +1,27 @@
 """Built batches, expanded, equal the plain samples."""
 
 import dataclasses
-import subprocess
-import sys
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from dlrm_bench.bench.instruments.abort import AbortWatch
 from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.dlrmv4.data import plain
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
+from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
 from dlrm_bench.dlrm.dlrmv4.data.deal import RankSamples
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.packed import PackedLayout, expand
-from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
+from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, prepare_windows
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.dlrm.dlrmv4.data.made import ITEMS, assert_equal, random_cache, random_maps
+from tests.launched import fork, wait
 
 LIMITS = [
     Limits(history=9, min_history=9, scan=30, window_seconds=20_000),
@@ -104,6 +108,42 @@ def test_events_of_two_pools_are_named(cache, maps, numbers):
         BatchBuilder(broken, maps).build(np.array(numbers))
 
 
+@pytest.mark.parametrize("event", [-1, 10**9])
+def test_an_anchor_that_is_no_event_is_named(cache, maps, event):
+    positions = np.array(cache.positions)
+    positions[3] = event
+    broken = dataclasses.replace(cache, positions=positions)
+    with pytest.raises(ValueError, match=rf"positions_L9\.npy names an event outside of 0 to {len(cache) - 1}"):
+        BatchBuilder(broken, maps).build(np.array([2, 3]))
+
+
+def reads_cut_short(folder, file):
+    """Builds a batch of 64 samples from files of which somebody cuts one short."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    cache = Cache.open(folder)
+    index, builder = WindowIndex.open(cache), BatchBuilder(cache, random_maps())
+    with AbortWatch(ranks, (folder / "closed").touch):
+        os.truncate(file, 0)
+        numbers = index.select(0, np.arange(64)) if file.name.startswith("ranges") else np.arange(64)
+        builder.users_and_lengths(numbers)
+    return 0
+
+
+@pytest.mark.parametrize("name", ["ranges", "positions", "flat_uid"])
+def test_a_mapped_file_that_is_cut_short(tmp_path, name):
+    """SIGBUS repeats in the thread that reads it; the thread that ends the rank can run only without Python's lock."""
+    limits = Limits(history=9, min_history=9, window_seconds=10**6)
+    cache = random_cache(tmp_path, limits, users=8, events=100)
+    prepare_windows(cache)
+    assert len(cache.positions) >= 64
+    (file,) = cache.folder.glob(f"{name}*.npy")
+    ended = wait(fork(1, tmp_path, reads_cut_short, cache.folder, file), tmp_path, 60)
+    assert ended.statuses == [128 + signal.SIGBUS]
+    assert f"rank 0: stopped by SIGBUS: {file} is truncated, it has 0 bytes" in ended.outputs[0]
+    assert (cache.folder / "closed").exists()
+
+
 def test_tables_too_small_are_named(cache, maps):
     with pytest.raises(ValueError, match="table uid has 12 rows"):
         BatchBuilder(cache, maps, Rows(uid=12))
@@ -121,24 +161,6 @@ def test_pinned_batches_arrive_on_the_device(cache, maps):
     found, expected = expand(packed.to(device), *columns), plain.samples(cache, maps, Rows(), numbers)
     for name in Samples.__dataclass_fields__:
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
-
-
-def test_nothing_is_left_to_compile(cache):
-    program = f"""
-from pathlib import Path
-import numpy as np
-from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
-from dlrm_bench.dlrm.dlrmv4.data import builder
-from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
-builder.compile_ahead()
-loops = (builder.collect, builder._fill_events, builder._fill_samples)
-before = [list(loop.signatures) for loop in loops]
-assert all(before), before
-root = Path({str(cache.folder.parents[1])!r})
-builder.BatchBuilder(Cache.open(Path({str(cache.folder)!r})), ItemMaps.open(root)).build(np.array([3, 4]))
-assert before == [list(loop.signatures) for loop in loops]
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_layout_has_no_overlaps():

@@ -69,6 +69,24 @@ def test_a_complete_cache_is_left_alone_and_a_failed_one_is_no_cache(tmp_path):
         CacheWriter(tmp_path / "whole", Limits())
 
 
+def test_a_folder_has_one_writer(tmp_path):
+    limits = Limits(history=9, min_history=9)
+    with CacheWriter(tmp_path, limits) as writer:
+        with pytest.raises(ValueError, match=f"{tmp_path}: another process is generating here"):
+            CacheWriter(tmp_path, limits)
+        writer.append(reference_events())
+        (tmp_path / "windows_L9_86400s.npy").touch()  # by a program that still has the previous cache open
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in REFERENCE_CACHE.iterdir())
+
+
+def test_a_writer_that_failed_holds_no_lock(tmp_path):
+    with pytest.raises(AssertionError), CacheWriter(tmp_path, Limits()) as writer:
+        write_twice(writer, reference_events())
+    with CacheWriter(tmp_path, Limits()) as writer:
+        writer.append(reference_events())
+    assert (tmp_path / "_READY").exists()
+
+
 @pytest.mark.parametrize(("column", "value"), [("uid", 1), ("timestamp", 0)])
 def test_events_out_of_order_are_caught(tmp_path, column, value):
     events = reference_events()

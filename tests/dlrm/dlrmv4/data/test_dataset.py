@@ -1,5 +1,7 @@
 """Windows of a made cache as the training loop reads them."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_bench.bench.checkpoints.saved_state import _check_data
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dlrmv4.config import DataConfig
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
@@ -71,8 +75,7 @@ def test_counts_are_the_generators(folder: Path) -> None:
     assert (dataset.train_samples, dataset.eval_samples) == (generated.train_anchors, generated.eval_anchors)
     assert dataset.best_auc == generated.best_auc
     fewer = opened(folder, train_windows=2)
-    assert fewer.train_samples is not None
-    assert 0 < fewer.train_samples < generated.train_anchors
+    assert fewer.train_samples == generated.train_anchors, "evaluations of fewer windows come as often as of all"
     assert len(fewer.train_batches(0, WORLD, BATCH)) < len(dataset.train_batches(0, WORLD, BATCH))
 
 
@@ -109,6 +112,43 @@ def test_an_evaluation_of_every_sample_or_of_whole_batches(folder: Path, batch: 
     assert whole < total
 
 
+def test_a_tail_is_padded_with_the_rank_s_own_sample(folder: Path) -> None:
+    """No other history is longer than those that count; a rank without a sample of the tail repeats the first."""
+    cache = Cache.open(find_cache(folder))
+    index = WindowIndex.open(cache)
+    window = len(index) - 1
+    builder = BatchBuilder(cache, ItemMaps.open(folder), Rows(*SMOKE.model.rows))
+    total = index.anchors_of(window)
+    batch = next(size for size in range(7, total) if 0 < total % (4 * size) < 4)  # the last rank has no sample of it
+    data = opened(folder, drop_last_evaluation=False)
+    for rank in range(4):
+        own = np.arange(total // (4 * batch) * 4 * batch + rank, total, 4)
+        repeated = np.full(batch - len(own), own[-1] if len(own) else 0)
+        last = data.eval_batches(rank, 4, batch)[-1]
+        assert last.num_valid == len(own) == (rank < total % (4 * batch))
+        assert_same(last.packed, builder.build(index.select(window, np.concatenate([own, repeated]))))
+
+
+def test_nothing_is_left_to_compile_once_data_are_open(folder: Path) -> None:
+    """numba compiles for seconds, which reader threads would otherwise do within the clock of a run."""
+    program = f"""
+from dataclasses import replace
+from pathlib import Path
+from dlrm_bench.dlrm.dlrmv4.data import builder, windows
+from dlrm_bench.dlrm.dlrmv4.parts import open_data
+from dlrm_bench.dlrm.dlrmv4.presets import training
+config = training("smoke-dlrmv4")
+data = open_data(replace(config, data=replace(config.data, path=Path({str(folder)!r}), deal="users")))
+loops = (builder.collect, builder._fill_events, builder._fill_samples, builder._gather, windows._select)
+before = [list(loop.signatures) for loop in loops]
+assert all(before), before
+data.train_batches(0, 2, 16)[3]
+data.eval_batches(1, 2, 16)[-1]
+assert before == [list(loop.signatures) for loop in loops]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_bad_input_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data\.path .*nowhere .* generate a small data set"):
         opened(tmp_path / "nowhere")
@@ -130,3 +170,18 @@ def test_parts(folder: Path) -> None:
     content = data_content(config)
     assert {"flat_uid.npy", "album_item_mapping.parquet"} < content.keys()
     assert content == data_content(config)
+    assert {"positions_L63.npy", "anchor_ts_L63.npy", "store_meta.json"} < content.keys()
+    assert {"ranges_L63_86400s.npy", "windows_L63_86400s.npy"} < content.keys()
+
+
+@pytest.mark.parametrize("name", ["positions_L63.npy", "ranges_L63_86400s.npy", "store_meta.json"])
+def test_a_checkpoint_is_resumed_with_its_own_anchors_and_windows(folder: Path, tmp_path: Path, name: str) -> None:
+    """One of an earlier version, which knows neither, is resumed too."""
+    config = replace(preset("smoke-dlrmv4"), data=replace(SMOKE.data, path=folder))
+    saved = data_content(config)
+    _check_data(tmp_path, saved, config)
+    _check_data(tmp_path, {known: of for known, of in saved.items() if not of.get("added")}, config)
+    with pytest.raises(ValueError, match=f"{name} has another content"):
+        _check_data(tmp_path, {**saved, name: {"sample": "another", "blake2b": None}}, config)
+    with pytest.raises(ValueError, match="has another content"):
+        _check_data(tmp_path, {}, config)

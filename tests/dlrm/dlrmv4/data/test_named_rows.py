@@ -53,6 +53,13 @@ def test_extrapolates_keys_and_not_rows() -> None:
     assert full.rows[4] == pytest.approx(1e8 * -math.expm1(-1e11 / 1e8))
 
 
+def test_too_few_users_are_refused() -> None:
+    model, few, many = training("mlperf-dlrmv4").model, (3,) * 11, (5,) * 11
+    for half in (NamedRows(0, few), NamedRows(40, few)):
+        with pytest.raises(ValueError, match=f"{half.samples} of 40 samples: too few users"):
+            extrapolated(half, NamedRows(40, many), 1e6, model)
+
+
 def test_prints_a_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(root), "--windows", "5", "--samples", "1e6", "--world-size", "2"], SMOKE.model) == 0
     text = capsys.readouterr().out

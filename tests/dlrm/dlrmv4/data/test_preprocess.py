@@ -1,16 +1,21 @@
 """Preprocessing writes the reference's files."""
 
+import errno
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
 
+from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter
 from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, generate
-from dlrm_bench.dlrm.dlrmv4.data.item_maps import FOLDER
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import FOLDER, ItemMaps, map_path
 from dlrm_bench.dlrm.dlrmv4.data.preprocess import PreprocessConfig, main, preprocess
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import RAW_FILE
+from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 from tests.dlrm.dlrmv4.data.conftest import REFERENCE
 
 
@@ -100,6 +105,85 @@ def test_files_that_cannot_be_are_named(raw, tmp_path, capsys):
     (raw / RAW_FILE).unlink()
     assert main([str(raw), str(tmp_path / "out")]) == 2
     assert str(RAW_FILE) in capsys.readouterr().err
+
+
+def test_maps_of_other_data_leave_no_complete_cache(raw, tmp_path):
+    """With the right maps the same command goes on to the end."""
+    right = map_path(raw, "artist").read_bytes()
+    config = PreprocessConfig(raw=raw, out=tmp_path / "out", history=9, chunk_events=100)
+    for name in ("artist", "album"):
+        path = map_path(raw, name)
+        shutil.copy(path, path.with_suffix(".kept"))
+        pl.read_parquet(path).filter(pl.col("item_id") < 20).write_parquet(path)
+    with pytest.raises(ValueError, match=rf"item 59, and the maps in {raw / FOLDER} know items up to 19"):
+        preprocess(config)
+    assert not config.has_cache
+    for name in ("artist", "album"):
+        map_path(raw, name).with_suffix(".kept").rename(map_path(raw, name))
+    preprocess(config)
+    assert_the_references(config.out)
+    assert map_path(config.out, "artist").read_bytes() == right
+
+
+@pytest.mark.parametrize("lost", ["split_meta.json", "item_popularity.npy", "artist_item_mapping.parquet", "windows_*"])
+def test_what_is_missing_beside_a_complete_cache_is_written(raw, tmp_path, lost):
+    config = PreprocessConfig(raw=raw, out=tmp_path / "out", history=9)
+    preprocess(config)
+    ready = (config.folder / "_READY").stat().st_mtime_ns
+    (path,) = config.out.rglob(lost)
+    path.unlink()
+    cache = preprocess(config)
+    assert path.exists()
+    assert_the_references(config.out)
+    WindowIndex.open(cache)
+    ItemMaps.open(config.out)
+    assert (config.folder / "_READY").stat().st_mtime_ns == ready
+
+
+def test_a_complete_cache_of_other_events_is_refused(raw, tmp_path):
+    config = PreprocessConfig(raw=raw, out=tmp_path / "out", history=9)
+    preprocess(config)
+    with pytest.raises(ValueError, match=r"was made with --train-days 300, not 2: delete it"):
+        preprocess(replace(config, train_days=2))
+    (config.processed / "split_meta.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"split_meta\.json cannot be read .*: delete it"):
+        preprocess(config)
+    (config.processed / "split_meta.json").unlink()
+    pl.read_parquet(raw / RAW_FILE).head(300).write_parquet(raw / RAW_FILE)
+    with pytest.raises(ValueError, match=r"is not of the .* events of training"):
+        preprocess(config)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(raw, tmp_path, monkeypatch):
+    config = PreprocessConfig(raw=raw, out=tmp_path / "out", history=9)
+    events = pl.read_parquet(raw / RAW_FILE).group_by("uid").len()["len"].cast(pl.Int64)
+    needed = 40 * events.sum() + 16 * (events - 9).clip(lower_bound=0).sum()
+    free = SimpleNamespace(free=needed - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(ValueError, match=f"{config.out} has 0.0 GB free, and about 0.0 GB are needed"):
+        preprocess(config)
+    assert not config.out.exists()
+    free.free = needed
+    preprocess(config)
+    assert sum(path.stat().st_size for path in config.folder.glob("[fpa]*.npy")) - 11 * 128 < needed
+
+
+def test_a_disk_that_is_full_is_named_as_out(raw, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = PreprocessConfig(raw=raw, out=tmp_path / "out", history=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheWriter, "append", full)
+        with pytest.raises(ValueError, match=rf"^{config.out} cannot be written \(.*No space left on device; .* free"):
+            preprocess(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy", lambda _, target: (Path(target).write_bytes(b"PAR1"), full()))
+        with pytest.raises(ValueError, match=rf"^{config.out} cannot be written"):
+            preprocess(config)
+    assert not map_path(config.out, "artist").exists()
+    preprocess(config)
+    assert_the_references(config.out)
 
 
 @pytest.mark.parametrize("wrong", [{"history": 0}, {"test_days": -1}, {"chunk_events": 0}])

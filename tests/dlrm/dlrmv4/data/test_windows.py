@@ -54,6 +54,43 @@ def test_a_prepared_index_is_opened_and_anothers_refused(cache, tmp_path):
         WindowIndex.open(copy)
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("ranges", (0, 0), -1, "ranges that begin at anchor -1"),
+        ("ranges", (-1, 0), 10**6, "ranges that begin at anchor 1000000, and the cache has"),
+        ("ranges", (-1, 1), -3, "ranges that begin"),
+        ("windows", (0, 0), 1, "does not divide the .* ranges"),
+        ("windows", (-1, 0), 10**6, "does not divide the .* ranges"),
+    ],
+)
+def test_a_damaged_index_is_not_opened(cache, tmp_path, name, place, value, message):
+    folder = shutil.copytree(cache.folder, tmp_path / cache.folder.name)
+    copy = Cache.open(folder)
+    prepare_windows(copy)
+    (path,) = folder.glob(f"{name}_*.npy")
+    array = np.load(path)
+    array[place] = value
+    np.save(path, array)
+    with pytest.raises(ValueError, match=rf"windows_.*{message}.*: delete it and prepare it again"):
+        WindowIndex.open(copy)
+
+
+@pytest.mark.parametrize("value", [(10**6, 0), (-(10**6), 0), (0, 10**6)])
+def test_damage_within_the_index_names_its_file(cache, tmp_path, value):
+    folder = shutil.copytree(cache.folder, tmp_path / cache.folder.name)
+    copy = Cache.open(folder)
+    prepare_windows(copy)
+    (path,) = folder.glob("ranges_*.npy")
+    ranges, windows = np.load(path), prepare_windows(copy).windows
+    window = int(np.flatnonzero(windows[1:-1, 1])[0]) + 1
+    ranges[windows[window, 0]] = value
+    np.save(path, ranges)
+    index = WindowIndex.open(copy)
+    with pytest.raises(ValueError, match=rf"{path}: the ranges of window {window} are damaged"):
+        index.select(window, np.arange(index.anchors_of(window)))
+
+
 def test_data_without_anchors_is_refused(cache, tmp_path):
     empty = dataclasses.replace(cache, folder=tmp_path, positions=np.empty(0, dtype=np.int64))
     with pytest.raises(ValueError, match="has no anchors"):
