@@ -1,4 +1,4 @@
-"""The console of dlrm-bench: wide enough for its tables; names of files cannot steer the terminal."""
+"""The console of dlrm-bench: wide enough for its tables; names of files can steer neither the terminal nor rich."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +14,11 @@ _WIDEST = 1000
 
 
 def console() -> Console:
-    """Returns a console at least as wide as each table, which would be cut off otherwise; control characters in names
-    are printed as escapes."""
+    """Returns a console at least as wide as each table, which would be cut off otherwise.
+
+    Control characters in names are printed as escapes; brackets and colons, which are rich's markup and emoji, as they
+    are, also in tables. A line in bold takes a style.
+    """
 
     class EndingConsole(Console):
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
@@ -32,4 +35,4 @@ def console() -> Console:
                     self.width = max(self.width, whole)
             super().print(*objects, **keywords)
 
-    return EndingConsole(width=max(130, Console().width))
+    return EndingConsole(width=max(130, Console().width), markup=False, emoji=False)

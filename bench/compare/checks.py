@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dlrm_bench.bench.compare.comparison import Result
-from dlrm_bench.bench.stats.series import CONFIDENCE
+from dlrm_bench.bench.compare.notes import TOO_COARSE
 
 Outcome = Literal["passed", "failed", "not enough runs", "no verdict"]
-
-_ERROR = 1 - CONFIDENCE
-_ONE_SIDED = 2 * CONFIDENCE - 1  # a 90 % interval has 5 % above it, as a one-sided test at 5 % has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +23,16 @@ class Check:
 def check_regression(result: Result, limit: float) -> Check:
     """Passes where a regression of `limit` (0.02: 2 %) is excluded, fails where B is proven slower and it is not.
 
-    Excluded: a one-sided test at 5 % rejects that B takes 1 + limit times A's time, or more. Undecided otherwise: too
-    few runs.
+    Excluded: a one-sided test at 5 % (3 % for `--rounds auto`) rejects that B takes 1 + limit times A's time, or more.
+    Undecided otherwise: too few runs.
     """
     refused = _refused(result)
     if refused is not None:
         return refused
-    bound = result.estimate.ratio(_ONE_SIDED).high - 1
-    seen = result.estimate.ratio().value - 1
-    text = f"B takes {_more_or_less(seen)} time, at 95 % confidence at most {_more_or_less(bound)}"
-    if result.estimate.p_at_least(1 + limit) < _ERROR:
+    ratio = result.estimate.ratio(_one_sided(result))
+    most = f"at {result.confidence * 100:.0f} % confidence at most {_more_or_less(ratio.high - 1)}"
+    text = f"B takes {_more_or_less(ratio.value - 1)} time, {most}"
+    if result.estimate.p_at_least(1 + limit) < 1 - result.confidence:
         return Check(outcome="passed", text=f"a regression of {limit:.2%} is excluded: {text}")
     if result.verdict == "slower":
         text = f"B is proven slower, and a regression of {limit:.2%} is not excluded: {text}"
@@ -46,16 +43,18 @@ def check_regression(result: Result, limit: float) -> Check:
 def check_equivalence(result: Result, margin: float) -> Check:
     """Passes where B's time is proven to be within `margin` (0.02: 2 %) of A's, fails where it is proven not to be.
 
-    Two one-sided tests at 5 % each, against 1 + margin and its reciprocal; proven not: the 95 % interval is outside.
+    Two one-sided tests at 5 % each (3 % for `--rounds auto`), against 1 + margin and its reciprocal; proven not: the
+    interval of the comparison is outside.
     """
     refused = _refused(result)
     if refused is not None:
         return refused
-    ratio = result.estimate.ratio(_ONE_SIDED)
-    text = f"the 90 % interval of B's time over A's is {ratio.low:.4f} to {ratio.high:.4f}"
-    if result.estimate.p_not_equivalent(margin) < _ERROR:
+    ratio = result.estimate.ratio(_one_sided(result))
+    interval = f"{_one_sided(result) * 100:.0f} % interval"
+    text = f"the {interval} of B's time over A's is {ratio.low:.4f} to {ratio.high:.4f}"
+    if result.estimate.p_not_equivalent(margin) < 1 - result.confidence:
         return Check(outcome="passed", text=f"A and B are equivalent within {margin:.2%}: {text}")
-    whole = result.estimate.ratio()
+    whole = result.estimate.ratio(result.confidence)
     if whole.low > 1 + margin or whole.high < 1 / (1 + margin):
         return Check(outcome="failed", text=f"A and B differ by more than {margin:.2%}: {text}")
     return _undecided(result, margin, f"equivalence within {margin:.2%} is neither proven nor excluded: {text}")
@@ -80,6 +79,11 @@ def percentage(flag: str, text: str | None) -> float | None:
     return value
 
 
+def _one_sided(result: Result) -> float:
+    """Returns the confidence of the interval that a one-sided test gives: 90 % have 5 % above them."""
+    return 2 * result.confidence - 1
+
+
 def _refused(result: Result) -> Check | None:
     """Returns the check of a comparison that can answer none, with one run on a side or without a verdict; else
     None."""
@@ -89,6 +93,9 @@ def _refused(result: Result) -> Check | None:
             f"{a} and {b} runs: at least two a side are needed, because one run cannot show how much runs differ by "
             "themselves"
         )
+        return Check(outcome="not enough runs", text=text)
+    if result.estimate.too_coarse and not result.confounded:
+        text = f"the timings are too coarse, as runs agree to the last digit: {TOO_COARSE}"
         return Check(outcome="not enough runs", text=text)
     return Check(outcome="no verdict", text="; ".join(result.confounded)) if result.confounded else None
 

@@ -6,7 +6,6 @@ from functools import partial
 from json import dumps
 
 from rich.console import Console
-from rich.markup import escape
 
 from dlrm_bench.bench.compare.arguments import Compare
 from dlrm_bench.bench.compare.checks import Check, check_equivalence, check_regression, percentage, worst
@@ -60,7 +59,7 @@ def _print_tables(console: Console, results: Sequence[Result], checks: Sequence[
         name = f"{result.name}: " if of_ladders else ""
         if not of_ladders:
             console.print(result_table(result))
-        console.print(f"[bold]{escape(name + verdict_in_words(result))}[/]", soft_wrap=True, highlight=False)
+        console.print(name + verdict_in_words(result), style="bold", soft_wrap=True, highlight=False)
         for check in of_result:
             console.print(f"{check.outcome}: {name}{check.text}", soft_wrap=True, markup=False, highlight=False)
         for kind, texts in (("warning", result.differences), ("note", result.notes)):

@@ -3,6 +3,7 @@
 dlrm-bench compare A B [...]: every side after the first is compared with the first, or two ladders rung by rung.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,11 @@ import numpy as np
 
 from dlrm_bench.bench.compare.comparability import SHOULD_BE_EQUAL, SM_CLOCK, absent
 from dlrm_bench.bench.compare.notes import notes_on
-from dlrm_bench.bench.compare.order import are_pairs, confounded
+from dlrm_bench.bench.compare.order import compare_in_order, confounded
 from dlrm_bench.bench.compare.sides import Side, read_side, rungs_of
 from dlrm_bench.bench.stats.repetitions import detectable_range, holm, runs_needed
 from dlrm_bench.bench.stats.series import METRICS, Metric
-from dlrm_bench.bench.stats.statistics import NO_VERDICT, UNPROVEN, Comparison, Estimate, Ratio, Verdict, compare
+from dlrm_bench.bench.stats.statistics import NO_VERDICT, UNPROVEN, Comparison, Estimate, Ratio, Verdict
 from dlrm_bench.bench.stats.variance import Levels, levels
 
 _CLOCK_TOLERANCE = 0.02  # between the median SM clocks of two runs
@@ -62,6 +63,11 @@ class Result:
         Where batch sizes differ, the verdict is about samples a second, by the clock.
         """
         return _metric(self.a, self.b)
+
+    @property
+    def of_logs(self) -> bool:
+        """Whether a side is an MLPerf log, which has the time by the clock alone: the mean of both is then that."""
+        return _of_logs(self.a, self.b)
 
     @property
     def confidence(self) -> float:
@@ -150,8 +156,9 @@ def _compared(a: Side, b: Side, name: str, terms: Terms) -> Result:
         _check_references(references)
         beside = [(side, reference) for side, reference in zip((a, b), references, strict=True)]
         reasons = [f"{side.label}: {why}" for side, reference in beside for why in confounded(reference, side)]
-    comparison = _difference(a, b, references)
-    clock = _by_clock(a, b, references, comparison)
+    of_clock = _difference(*_clocked(a, b), None if references is None else _clocked(*references))
+    comparison = of_clock if _of_logs(a, b) else _difference(a, b, references)
+    clock = _clock(of_clock, comparison)
     estimate = clock.scaled(_samples(a, b)) if _per_sample(a, b) else comparison.estimates[_metric(a, b)]
     return Result(
         name=name or b.label,
@@ -177,22 +184,22 @@ def _noted(result: Result, terms: Terms) -> Result:
 def _difference(a: Side, b: Side, references: tuple[Side, Side] | None) -> Comparison:
     """B over A; with references B over its own, less A over its own."""
     if references is None:
-        return compare(a.series, b.series, paired=are_pairs(a, b))
+        return compare_in_order(a, b)
     old, new = references
     return _over_reference(b, new).minus(_over_reference(a, old))
 
 
-def _by_clock(a: Side, b: Side, references: tuple[Side, Side] | None, comparison: Comparison) -> Estimate:
-    """Returns the same for the time by the clock. One run has one such time: the error is then that of its mean
+def _clock(of_clock: Comparison, comparison: Comparison) -> Estimate:
+    """Returns the estimate of the time by the clock. One run has one such time: the error is then that of its mean
     latency."""
-    a, b = _clocked(a), _clocked(b)
-    references = None if references is None else (_clocked(references[0]), _clocked(references[1]))
-    found, of_mean = _difference(a, b, references).estimates["mean"], comparison.estimates["mean"]
+    found, of_mean = of_clock.estimates["mean"], comparison.estimates["mean"]
     return found if comparison.between_runs else replace(found, error=of_mean.error, freedom=of_mean.freedom)
 
 
-def _clocked(side: Side) -> Side:
-    return replace(side, series=[np.array([ms]) for ms in side.clock_ms])
+def _clocked(*sides: Side) -> tuple[Side, Side]:
+    """Returns sides whose runs are their time by the clock alone."""
+    a, b = (replace(side, series=[np.array([ms]) for ms in side.clock_ms]) for side in sides)
+    return a, b
 
 
 def _over_reference(side: Side, reference: Side) -> Comparison:
@@ -201,12 +208,12 @@ def _over_reference(side: Side, reference: Side) -> Comparison:
     if side.keys and set(side.keys) == set(reference.keys):
         n = len(side.series)
         return Comparison(
-            estimates={metric: Estimate(0.0, 0.0, 1.0) for metric in METRICS},
+            estimates={metric: Estimate(0.0, 0.0, math.inf) for metric in METRICS},
             runs=(n, n),
             paired=False,
             between_runs=n > 1,
         )
-    return compare(reference.series, side.series, paired=are_pairs(reference, side))
+    return compare_in_order(reference, side)
 
 
 def _check_references(references: tuple[Side, Side]) -> None:
@@ -246,7 +253,11 @@ def _per_sample(a: Side, b: Side) -> bool:
 
 
 def _metric(a: Side, b: Side) -> Metric:
-    return "mean" if a.mean_only or b.mean_only or _per_sample(a, b) else "p50"
+    return "mean" if _of_logs(a, b) or _per_sample(a, b) else "p50"
+
+
+def _of_logs(a: Side, b: Side) -> bool:
+    return a.mean_only or b.mean_only
 
 
 def _samples(a: Side, b: Side) -> float:

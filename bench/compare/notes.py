@@ -14,6 +14,7 @@ from dlrm_bench.bench.stats.variance import Levels, agree_by_luck
 if TYPE_CHECKING:
     from dlrm_bench.bench.compare.comparison import Result
 
+TOO_COARSE = "record timings with more digits, or make more runs"
 METRIC_NAMES: dict[Metric, str] = {"p50": "median", "p90": "p90", "p99": "p99", "mean": "mean"}
 
 
@@ -44,10 +45,11 @@ def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
         if result.references is None:
             yield from notes_on_order(a, b)
         yield from _notes_on_runs(result)
-    if a.mean_only or b.mean_only:
+    if result.of_logs:
         yield (
             "an MLPerf log gives the mean over a whole run, evaluations left out, and neither percentiles nor the "
-            "machine's state: whether the work was the same is for the reader to judge"
+            "machine's state: both sides are compared by the clock, and whether the work was the same is for the "
+            "reader to judge"
         )
     for side in (a, b):
         if not side.mean_only:
@@ -70,18 +72,21 @@ def _notes_on_runs(result: "Result") -> Iterator[str]:
     runs = f"{result.comparison.runs[0]} and {result.comparison.runs[1]} runs"
     needed = result.runs_needed(abs(result.estimate.ratio().value - 1))
     assert result.detectable is not None
-    yield f"{runs} that differ like these {finds(result.detectable)}" + (
-        f"; one of the size seen here takes about {needed} a side"
-        if needed and needed > min(result.comparison.runs)
-        else ""
-    )
-    if not (result.a.mean_only or result.b.mean_only):
+    if result.estimate.too_coarse:
+        yield f"{runs} that agree to the last digit do not show how much runs differ: {TOO_COARSE}"
+    else:
+        yield f"{runs} that differ like these {finds(result.detectable)}" + (
+            f"; one of the size seen here takes about {needed} a side"
+            if needed and needed > min(result.comparison.runs)
+            else ""
+        )
+    if not result.of_logs:
         spread = result.spread_of_runs()
         a, b = (each.in_words() for each in spread)
         yield f"a run's {METRIC_NAMES[result.metric]} varies by level (standard deviation): A {a}; B {b}"
         between = result.comparison.spread(result.estimate)
         within = lucky(between, spread, result.comparison.paired, result.estimate.freedom)
-        if within is not None and result.references is None:
+        if within is not None and result.references is None and not result.estimate.too_coarse:
             yield (
                 f"runs agree better ({between:.2%}) than their own iterations let expect ({within:.2%}): "
                 "by luck, so that the interval may be too narrow; take more runs"

@@ -15,14 +15,17 @@ from dlrm_bench.bench.stats.repetitions import finds_from
 from dlrm_bench.bench.stats.series import Metric
 from dlrm_bench.bench.stats.statistics import NO_VERDICT, UNPROVEN, Ratio
 
+BY_CLOCK = "by clock"
+
 
 def result_as_json(result: Result) -> dict[str, Any]:
     """Returns the result as JSON, null where a value is unknown.
 
     times_as_fast: how many times as fast as A B is (A's time over B's), by metric, each {value, low, high}.
     throughput_ratio: samples per second of B over A's, batches over elapsed time. estimate: what the verdict is about,
-    the natural logarithm of B's time over A's with its standard error and degrees of freedom. p_value: corrected for
-    `comparisons` (Holm); the verdict asks for 1 - confidence. no_verdict_because: what differs beside the program.
+    the natural logarithm of B's time over A's with its standard error and degrees of freedom. mean: where a side is an
+    MLPerf log, of the time by the clock. p_value: corrected for `comparisons` (Holm); the verdict asks for 1 -
+    confidence. no_verdict_because: what differs beside the program.
     detectable: the smallest difference that so many runs find, and detectable_interval its own 95 % interval.
     """
     comparison, confidence = result.comparison, result.confidence
@@ -72,15 +75,17 @@ def result_table(result: Result) -> Table:
     for column in ("latency, ms", "A", "B", "times as fast", _interval(result), "B is"):
         table.add_column(column, justify="left" if column.startswith("latency") else "right", no_wrap=True)
     a, b = result.a.metrics(), result.b.metrics()
-    for metric in _shared_metrics(result):
-        speedup = result.comparison.estimates[metric].speedup(result.confidence)
-        is_the_verdict = metric == result.metric and not result.per_sample
-        cells = (f"{a[metric]:.3f}", f"{b[metric]:.3f}", *_ratio_cells(speedup))
+    rows = [
+        (METRIC_NAMES[metric], a[metric], b[metric], result.comparison.estimates[metric], metric == result.metric)
+        for metric in ([] if result.of_logs else _shared_metrics(result))
+    ]
+    if result.clock is not None:
+        rows.append((BY_CLOCK, result.a.by_clock(), result.b.by_clock(), result.clock, result.of_logs))
+    for name, of_a, of_b, estimate, of_the_metric in rows:
+        is_the_verdict = of_the_metric and not result.per_sample
+        cells = (f"{of_a:.3f}", f"{of_b:.3f}", *_ratio_cells(estimate.speedup(result.confidence)))
         style = "bold" if is_the_verdict else None
-        table.add_row(METRIC_NAMES[metric], *cells, _said(result) if is_the_verdict else "", style=style)
-    if result.clock is not None and not (result.a.mean_only or result.b.mean_only):
-        clocks = (f"{side.by_clock():.3f}" for side in _sides(result))
-        table.add_row("by clock", *clocks, *_ratio_cells(result.clock.speedup(result.confidence)), "")
+        table.add_row(name, *cells, _said(result) if is_the_verdict else "", style=style)
     throughput = throughput_ratio(result)
     if throughput is not None:
         of_sides = (f"{_throughput(side):,.0f}" for side in _sides(result))
@@ -109,7 +114,9 @@ def verdict_in_words(result: Result) -> str:
     """Returns the result in one sentence."""
     speedup = result.speedup
     times = f"{speedup.value:.4f} times as fast as A"
-    what = "samples per second" if result.per_sample else METRIC_NAMES[result.metric]
+    what = METRIC_NAMES[result.metric]
+    if result.of_logs or result.per_sample:
+        what = "samples per second" if result.per_sample else BY_CLOCK
     if math.isnan(speedup.low):
         return f"no difference proven: too few runs (B: {times}, {what}; interval unknown)"
     text = f"{times} ({what}; {_interval(result)} {speedup.low:.4f} to {speedup.high:.4f})"
@@ -119,6 +126,8 @@ def verdict_in_words(result: Result) -> str:
         return f"no difference proven: too few runs. Of these runs alone, B's were {these}: {text}"
     if result.verdict == NO_VERDICT:
         return f"no verdict, B was {text}: {'; '.join(result.confounded)}"
+    if result.estimate.too_coarse:
+        return f"no difference proven: the timings are too coarse, as runs agree to the last digit; B was {text}"
     if result.verdict == UNPROVEN and result.estimate.verdict(result.confidence) != UNPROVEN:
         return (
             f"no difference proven: the interval leaves out 1, but {result.comparisons} comparisons were looked at "

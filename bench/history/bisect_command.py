@@ -18,7 +18,7 @@ from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.command import EXIT_UNDECIDED
 from dlrm_bench.bench.forwarded import take_flag
 from dlrm_bench.bench.history.arguments import BisectCommand
-from dlrm_bench.bench.history.bisection import FEWEST_PAIRS, Finding, Pair, Step, bisect
+from dlrm_bench.bench.history.bisection import FEWEST_PAIRS, CannotRunError, Finding, Pair, Step, bisect
 from dlrm_bench.bench.instruments.progress import stderr_console
 from dlrm_bench.bench.ladder.launching import torchrun
 from dlrm_bench.bench.ladder.run_ladder import put_aside, this_node
@@ -28,6 +28,7 @@ from dlrm_bench.bench.records.record import RUN_JSON, create_run_folder, read_re
 from dlrm_bench.bench.report.rounding import with_interval
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
 from dlrm_bench.bench.worktrees import environment_of, worktree
+from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
 PLAN_JSON = "bisection.json"
 _SCHEMA = 1
@@ -76,7 +77,7 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     console.print(f"records {folder}", soft_wrap=True)
     if plan["ends"]:
-        return 0
+        return EXIT_FAILED if finding.steps[0].reason else 0
     return EXIT_UNDECIDED if finding.first is None or len(finding.between) > 1 else 0
 
 
@@ -100,18 +101,28 @@ def run_plan(plan: Plan, folder: Path) -> Iterator[Step | Finding]:
 
 
 def _run_pair(plan: Plan, trees: Sequence[Path], ids: Sequence[Path], number: int) -> None:
-    """Runs both sides of a pair, the good commit first in every other pair. ValueError if a run fails."""
+    """Runs both sides of a pair, the good commit first in every other pair. CannotRunError if the candidate's run
+    fails, and ValueError if the good commit's does."""
     ids[0].parent.mkdir(exist_ok=True)
     for each in ids:  # half a pair from before is no neighbour in time of the present runs
         put_aside(each)
     in_turn = list(zip(trees, ids, strict=True))
     for tree, run in in_turn if number % 2 == 0 else in_turn[::-1]:
-        place = ["--results-dir", str(run.parent.resolve()), "--run-id", run.name]
-        with environment_of(tree, None):
-            output = run.with_suffix(".log")
-            torchrun([*plan["flags"], *place], plan["processes"], output, tree / "launch" / "dlrm.py")
-        if read_record(run).run["latency_ms"] is None:
-            raise ValueError(f"{run} ended within its warm-up: lower --warmup-iterations")
+        try:
+            _run(plan, tree, run)
+        except ValueError as error:
+            if run == ids[0]:
+                raise
+            raise CannotRunError(str(error)) from error
+
+
+def _run(plan: Plan, tree: Path, run: Path) -> None:
+    place = ["--results-dir", str(run.parent.resolve()), "--run-id", run.name]
+    with environment_of(tree, None):
+        output = run.with_suffix(".log")
+        torchrun([*plan["flags"], *place], plan["processes"], output, tree / "launch" / "dlrm.py")
+    if read_record(run).run["latency_ms"] is None:
+        raise ValueError(f"{run} ended within its warm-up: lower --warmup-iterations")
 
 
 def _new_plan(asked: BisectCommand, flags: Sequence[str]) -> Plan:
@@ -194,7 +205,8 @@ _WORDS = {
 def step_in_words(step: Step) -> str:
     """Returns a step in one line."""
     times = "" if step.estimate is None else f", {with_interval(*step.estimate.speedup())} times as fast"
-    return f"{step.commit[:12]}: {_WORDS[step.place]} ({step.pairs} pairs{times})"
+    because = f": {step.reason}" if step.reason else ""
+    return f"{step.commit[:12]}: {_WORDS[step.place]} ({step.pairs} pairs{times}){because}"
 
 
 def finding_in_words(finding: Finding) -> Iterator[str]:
@@ -203,9 +215,13 @@ def finding_in_words(finding: Finding) -> Iterator[str]:
     if finding.first is None:
         if whole.place == "cannot run":
             yield f"{whole.commit[:12]} cannot be run with these flags: name a later GOOD or an earlier BAD"
+        elif whole.reason:
+            yield f"{whole.commit[:12]} could not be run again after {whole.pairs} pairs, which prove no difference"
         else:
             said = f"no difference proven between both ends in {whole.pairs} pairs"
             yield f"{said}: raise --max-pairs, or time longer runs"
+        if whole.reason:
+            yield f"its run failed: {whole.reason}"
         return
     assert whole.estimate is not None
     word = "slower" if whole.estimate.log > 0 else "faster"

@@ -42,6 +42,8 @@ class Step:
     """Logarithm of its time over the good commit's."""
     error: float
     """Probability of a wrong place that was allowed."""
+    reason: str = ""
+    """The error that ended its runs, where one did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,12 @@ class Finding:
     """Probability that the change is there."""
 
 
+class CannotRunError(ValueError):
+    """Raised where a candidate cannot be run. Other errors, such as those of the good commit, end the bisection."""
+
+
 Pairs = Callable[[str], Iterator[Pair]]
-"""Yields pairs of runs of a candidate, as many as are taken. ValueError where the commit cannot be run."""
+"""Yields pairs of runs of a candidate, as many as are taken. CannotRunError where the commit cannot be run."""
 
 
 def bisect(candidates: Sequence[str], pairs: Pairs, confidence: float, most: int) -> Iterator[Step | Finding]:
@@ -105,16 +111,24 @@ def decide(commit: str, pairs: Iterator[Pair], half: float | None, error: float,
     """Returns a candidate's side of `half`, half of the difference, proven with this probability of error.
 
     half: logarithm of time over time; None for the bad commit, which is after the change if its time differs at all.
-    most: pairs after which it stays undecided.
+    most: pairs after which it stays undecided, as it does where it cannot be run after some pairs.
     """
     logs: list[list[float]] = []
     estimate: Estimate | None = None
     looks = looks_of(most)
     for wanted in looks:
         try:
-            logs += [[math.log(np.median(run)) for run in next(pairs)] for _ in range(wanted - len(logs))]
-        except ValueError:
-            return Step(commit=commit, place="cannot run", pairs=len(logs), estimate=None, error=0.0)
+            while len(logs) < wanted:
+                logs.append([math.log(np.median(run)) for run in next(pairs)])
+        except CannotRunError as failure:
+            return Step(
+                commit=commit,
+                place="undecided" if logs else "cannot run",
+                pairs=len(logs),
+                estimate=of_pairs(*np.array(logs).T) if len(logs) > 1 else None,
+                error=error if logs else 0.0,
+                reason=str(failure),
+            )
         estimate = of_pairs(*np.array(logs).T)
         place = _place(estimate, half, error / len(looks))
         if place != "undecided":

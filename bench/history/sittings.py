@@ -5,21 +5,25 @@ ratios to the times of one old program, the reference, which ran in turn with it
 reference is shown but not judged.
 """
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from dlrm_bench.bench.compare.comparability import machine_of
-from dlrm_bench.bench.compare.order import are_pairs, confounded
+from dlrm_bench.bench.compare.order import compare_in_order, confounded
 from dlrm_bench.bench.compare.sides import Side, side_of_records
+from dlrm_bench.bench.config import as_json
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.distinct import distinct
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.change_points import Change, change_points
-from dlrm_bench.bench.stats.statistics import Estimate, compare
+from dlrm_bench.bench.stats.statistics import Estimate
 
 _NOT_CONFIGURED = ("run_id", "results_dir", "checkpoint", "snapshot", "resume", "stall_timeout", "mlperf", "preset")
 """Fields of a configuration that do not change the work."""
@@ -134,7 +138,7 @@ def _point(records: Sequence[Record], reference: Side | None, programs: int) -> 
         because.append(
             f"{programs} programs of its sitting share the reference's runs: `dlrm-bench compare` judges them"
         )
-    found = compare(reference.series, side.series, paired=are_pairs(reference, side))
+    found = compare_in_order(reference, side)
     return Point(program=side.label, side=side, reference=reference, estimate=found.estimates["p50"], because=because)
 
 
@@ -184,10 +188,30 @@ def _is(record: Record, name: str) -> bool:
 
 
 def _configuration(record: Record) -> str:
-    config = {name: value for name, value in record.run["config"].items() if name not in _NOT_CONFIGURED}
+    """Returns what is equal for records of one configuration. Fields that are younger than a record have its preset's
+    values, so that a new field splits no history."""
+    complete = _overlaid(_of_preset(record.run["config"].get("preset", "")), record.run["config"])
+    config = {name: value for name, value in complete.items() if name not in _NOT_CONFIGURED}
     machine = record.run["machine"]
     kind = [machine["nodes"], machine["gpus"], machine["gpu"], None if machine["gpu"] else machine["cpu"]]
     return json.dumps([config, kind], sort_keys=True)
+
+
+@functools.cache
+def _of_preset(name: str) -> dict[str, Any]:
+    """Returns the configuration of a preset, without a pipeline; empty for a preset that this version does not know."""
+    try:
+        known = as_json(preset(name))
+    except ValueError:
+        return {}
+    return {field: value for field, value in known.items() if field != "pipeline"}
+
+
+def _overlaid(usual: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `usual` with the values of `given`, block by block."""
+    merged = {**usual, **given}
+    blocks = [name for name in given if isinstance(given[name], dict) and isinstance(usual.get(name), dict)]
+    return merged | {name: _overlaid(usual[name], given[name]) for name in blocks}
 
 
 def _name(record: Record) -> str:

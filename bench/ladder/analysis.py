@@ -15,6 +15,7 @@ from dlrm_bench.bench.ladder.comparisons import agreement_by_luck, as_judged, ju
 from dlrm_bench.bench.records.ladder import HostCost, Ladder, RungResult, RungSpread, read_ladder
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.stats.repetitions import finds_from
+from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE
 from dlrm_bench.bench.stats.variance import levels
 from dlrm_bench.dlrm.benchmark import Rung
 
@@ -127,7 +128,7 @@ def ladder_table(ladder: Ladder) -> Table:
     rounds = f"{ladder['rounds']} round{'s' if ladder['rounds'] > 1 else ''}"
     title = f"{ladder['id']}: {rounds}, interleaved; ~: no difference proven"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    interval = "95 % interval" if ladder.get("detect") is None else "97 % interval"
+    interval = f"{confidence_in_words(ladder)} interval"
     columns = (
         "rung",
         "median\nms",
@@ -204,6 +205,11 @@ def host_cells(host: HostCost | None) -> list[str]:
     counts = (host["kernel_launches"], host["graph_launches"], host["stream_syncs"], host["d2h_copies"])
     idle = host["gpu_idle_fraction"]
     return [f"{host['cpu_ms']:.3f}", *(f"{count:g}" for count in counts), "no GPU" if idle is None else f"{idle:.0%}"]
+
+
+def confidence_in_words(ladder: Ladder) -> str:
+    """Returns the confidence of a ladder's intervals: '95 %', or '97 %' of one that --rounds auto ended."""
+    return f"{(CONFIDENCE if ladder.get('detect') is None else AUTO_CONFIDENCE) * 100:.0f} %"
 
 
 def proven(ladder: Ladder, against: Literal["first", "previous"]) -> set[str]:

@@ -48,7 +48,8 @@ class LadderCommand:
     results_dir: Path = Path("results")
     """Folder in which the ladder's folder is made."""
     resume: Path | None = None
-    """Folder of an interrupted ladder, which continues with its own plan; excludes all other flags."""
+    """Folder of an interrupted ladder, which continues with its own plan; excludes all other flags. After the last
+    round it makes the missing profiled runs of --host alone."""
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Runs the ladder; returns the exit status."""

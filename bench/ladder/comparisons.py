@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dlrm_bench.bench.compare.comparison import Result
-from dlrm_bench.bench.compare.notes import lucky
+from dlrm_bench.bench.compare.notes import TOO_COARSE, lucky
 from dlrm_bench.bench.compare.sides import Side, side_of_records
 from dlrm_bench.bench.records.ladder import Judged
 from dlrm_bench.bench.records.record import Record
@@ -94,7 +94,12 @@ def _agreements(rung: JudgedRung) -> Iterator[str]:
             continue
         between = result.comparison.spread(result.estimate)
         within = lucky(between, result.spread_of_runs(), True, result.estimate.freedom)
-        if within is not None:
+        if result.estimate.too_coarse:
+            yield (
+                f"the ratios of {rung.side.label} to {result.a.label} agree to the last digit from round to round: the "
+                f"timings are too coarse; {TOO_COARSE}"
+            )
+        elif within is not None:
             yield (
                 f"the ratios of {rung.side.label} to {result.a.label} agree better from round to round "
                 f"({between:.2%}) than their iterations let expect ({within:.2%}): the interval is narrow by luck; run "

@@ -33,6 +33,8 @@ from dlrm_bench.bench.records.ladder import (
     Ladder,
     Plan,
     PlannedRung,
+    read_ladder,
+    read_ladder_json,
     read_plan,
     run_id,
 )
@@ -86,13 +88,13 @@ def make_plan(
 
 
 def plan_to_resume(folder: Path) -> Plan:
-    """Returns the plan of the interrupted ladder in `folder`.
+    """Returns the plan of the interrupted ladder in `folder`, of which runs or profiled runs are missing.
 
     ValueError if it has finished, or was begun on another machine or by other source code: rounds of one ladder are
     compared with each other.
     """
     plan = read_plan(folder)
-    if (folder / LADDER_JSON).exists():
+    if (folder / LADDER_JSON).exists() and not (plan["host"] and None in _host_costs(folder).values()):
         raise ValueError(
             f"{folder} is a finished ladder. More rounds until something is proven would prove anything: run a new "
             "one, with --rounds auto if the number is not known"
@@ -109,7 +111,8 @@ def plan_to_resume(folder: Path) -> Plan:
 def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda text: None) -> Iterator[str]:
     """Runs the rest of a plan and writes folder/ladder.json; yields each run's id when it has ended.
 
-    folder: exists, and is empty or holds the interrupted ladder; an unfinished run is put aside and run again. say:
+    folder: exists, and is empty or holds the interrupted ladder; an unfinished run is put aside and run again. Where
+    it holds ladder.json, its rounds have ended, and missing profiled runs are all that is made. say:
     gets a sentence after each round on the differences that the rounds find. FailedError, with its output, if a timed
     run fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
     them, whatever ends the ladder. A profiled run that fails leaves its log, and its rung without a host block.
@@ -136,26 +139,45 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
         (folder / LADDER_JSON).write_text(json_text(ladder) + "\n", encoding="utf-8")
 
     with _naming_what_is_kept(folder, order):
-        for number, in_turn in enumerate(balanced_orders(len(rungs), plan["rounds"], plan["seed"])):
-            for rung in (rungs[i] for i in in_turn):
-                member = run_id(number, rung.name)
-                members[rung.name].append(_run_or_read(plan, rung, folder, member))
-                order.append(member)
-                yield member
-            if _enough(plan, members, number + 1, time.monotonic() - begun, say):
-                break
-        write()
-        for rung in rungs if plan["host"] else ():
-            profiled = profiled_run_id(rung.name)
-            place = ["--results-dir", str(folder), "--run-id", profiled]
-            try:
-                flags = ["host", *plan["flags"], *rung.flags, *place]
-                run_forked(flags, plan["processes"], folder / f"{profiled}.log", MEASURE)
-                host_costs[rung.name] = host_cost(read_record(folder / profiled))
-            except ValueError:  # must not cost the hours of timed rounds
-                host_costs[rung.name] = None
+        if (folder / LADDER_JSON).exists():
+            ladder, members = read_ladder(folder)
+            order += ladder["order"]
+            host_costs |= _host_costs(folder)
+            yield from order
+        else:
+            for number, in_turn in enumerate(balanced_orders(len(rungs), plan["rounds"], plan["seed"])):
+                for rung in (rungs[i] for i in in_turn):
+                    member = run_id(number, rung.name)
+                    members[rung.name].append(_run_or_read(plan, rung, folder, member))
+                    order.append(member)
+                    yield member
+                if _enough(plan, members, number + 1, time.monotonic() - begun, say):
+                    break
             write()
-            yield profiled
+        for rung in rungs if plan["host"] else ():
+            if host_costs.get(rung.name) is None:
+                host_costs[rung.name] = _profile(plan, rung, folder)
+                write()
+            yield profiled_run_id(rung.name)
+
+
+def _profile(plan: Plan, rung: Rung, folder: Path) -> HostCost | None:
+    """Returns the results of a rung's profiled run, an existing one or one made now; None where it fails, which must
+    not cost the hours of timed rounds."""
+    run = folder / profiled_run_id(rung.name)
+    try:
+        if not (run / RUN_JSON).exists():
+            put_aside(run)
+            flags = ["host", *plan["flags"], *rung.flags, "--results-dir", str(folder), "--run-id", run.name]
+            run_forked(flags, plan["processes"], folder / f"{run.name}.log", MEASURE)
+        return host_cost(read_record(run))
+    except ValueError:
+        return None
+
+
+def _host_costs(folder: Path) -> dict[str, HostCost | None]:
+    """Returns the results of each rung's profiled run in ladder.json, by its name; None where it is missing."""
+    return {rung["name"]: rung["host"] for rung in read_ladder_json(folder)["rungs"]}
 
 
 def profiled_run_id(rung: str) -> str:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm_bench.bench.ladder.analysis import proven, read_judged_ladder
+from dlrm_bench.bench.ladder.analysis import confidence_in_words, proven, read_judged_ladder
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import RunRecord
@@ -87,8 +87,7 @@ def _against(ladder: Ladder, rung: RungResult) -> str:
             "runs of the same thing differ. Give --rounds 5 or more."
         )
     low, high = interval
-    confidence = "95 %" if ladder.get("detect") is None else "97 %"
-    runs = f"in {ladder['rounds']} rounds ({confidence} interval {low:.2f} to {high:.2f})"
+    runs = f"in {ladder['rounds']} rounds ({confidence_in_words(ladder)} interval {low:.2f} to {high:.2f})"
     if rung["name"] in proven(ladder, "first"):
         return f"{rung['name']} is {'faster' if rung['speedup_vs_first'] > 1 else 'slower'}, proven: {times} {runs}."
     least, found = rung["detectable_interval"], rung["detectable"]

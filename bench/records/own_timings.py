@@ -6,7 +6,7 @@
 One record a run, and several runs a side, in the order A B B A, or nothing can be proven.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,8 @@ from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, Machine, RunReco
 PRESET = "own"
 """The preset in the configuration of such a record: none of the harness's."""
 UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+_COUNTS = ("step", "steps", "iteration", "iter", "index", "epoch")
+"""Names of columns that count iterations."""
 
 
 def write_timings(
@@ -90,24 +92,48 @@ def read_times(file: Path, unit: str = "ms") -> np.ndarray:
     """Returns the times of a run in milliseconds, float64 [ranks, iterations], from a file of another program.
 
     A .npy file has [iterations] or [ranks, iterations]; any other file a line for each iteration, with a column for
-    each rank, separated by commas or blanks, and at most one line of names above. ValueError names the file.
+    each rank, separated by commas or blanks, and at most one line of names above. ValueError names the file, also
+    where a column counts iterations in place of timing them.
     """
     if unit not in UNITS_MS:
         raise ValueError(f"--unit {unit!r} is unknown: choose one of {', '.join(UNITS_MS)}")
+    names: list[str] = []
     try:
         if file.suffix == ".npy":
             times = np.atleast_2d(np.load(file, allow_pickle=False))
         else:
-            lines = [line.replace(",", " ").split() for line in file.read_text().splitlines() if line.strip()]
-            rows = lines[1:] if lines and not _is_number(lines[0][0]) else lines
-            times = np.array([[float(cell) for cell in row] for row in rows]).T
+            lines = [line for line in file.read_text().splitlines() if line.strip()]
+            if lines and not _is_number(lines[0].replace(",", " ").split()[0]):
+                names = _names(lines.pop(0))
+            times = np.array([[float(cell) for cell in line.replace(",", " ").split()] for line in lines]).T
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): name a file of times") from error
     except ValueError as error:
         raise ValueError(f"{file} holds no times: {of_numpy(error)}") from error
     if times.ndim != 2 or not times.size or times.dtype.kind not in "fiu":
         raise ValueError(f"{file} holds no times: expected a number for each iteration and rank")
+    _check_columns(file, times, names)
     return times.astype(np.float64) * UNITS_MS[unit]
+
+
+def _names(line: str) -> list[str]:
+    """Returns the names of columns, in lower case: with blanks in them where commas separate them."""
+    names = line.split(",") if "," in line else line.split()
+    return [name.strip(" \t\"'#").lower() for name in names]
+
+
+def _check_columns(file: Path, times: np.ndarray, names: Sequence[str]) -> None:
+    """Raises ValueError where a column of times [columns, iterations] counts iterations: by its name, or as its values
+    are 0, 1, 2 or 1, 2, 3 and so on."""
+    for place, column in enumerate(times):
+        name = names[place] if len(names) == len(times) else ""
+        from_zero = column - np.arange(len(column))
+        counts = len(column) > 1 and bool((from_zero == column[0]).all()) and column[0] in (0, 1)
+        if counts or name in _COUNTS:
+            raise ValueError(
+                f"{file}: column {place + 1}{f' ({name})' if name else ''} counts iterations and is no rank's times: "
+                "leave it out of the file"
+            )
 
 
 def time_of_end(file: Path, stated: str | None) -> datetime:

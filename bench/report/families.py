@@ -5,7 +5,7 @@ named first, the user's own, come before those of the others.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,8 @@ from dlrm_bench.bench.records.record import Record
 from dlrm_bench.bench.report.sources import Family, Sources, machine_in_words
 
 NO_LADDER = "runs in no ladder"
+_MOMENTARY = ("cpu_mhz", "sm_clock_mhz")
+"""Readings of a machine that differ from run to run."""
 _T = TypeVar("_T")
 
 
@@ -62,7 +64,7 @@ def machines(shown: Sequence[Family], sources: Sources) -> dict[str, list[dict[s
     found: dict[str, list[dict[str, Any]]] = {}
     every = [record.run["machine"] for family in shown for record in family.records()]
     for machine in (*every, *(limits["machine"] for limits in sources.limits)):
-        steady = {name: value for name, value in machine.items() if name != "sm_clock_mhz" and value is not None}
+        steady = {name: value for name, value in _lasting(machine).items() if value is not None}
         alike = found.setdefault(f"{machine_in_words(machine)}, {machine['cpu']}, {machine['cores']} cores", [])
         if steady not in alike:
             alike.append(steady)
@@ -148,7 +150,7 @@ def _in_no_ladder(sources: Sources, paths: Sequence[Path]) -> Family:
     by_program: dict[str, list[Record]] = {}
     for record in sorted(sources.timed, key=lambda record: _origin(record.folder, paths)):
         config = {k: v for k, v in record.run["config"].items() if k not in ("run_id", "results_dir")}
-        by_program.setdefault(f"{config} {record.run['machine']} {record.run['git']}", []).append(record)
+        by_program.setdefault(f"{config} {_lasting(record.run['machine'])} {record.run['git']}", []).append(record)
     timed = _by_name([(records[0], records) for records in by_program.values()])
     return Family(
         name=NO_LADDER,
@@ -157,6 +159,11 @@ def _in_no_ladder(sources: Sources, paths: Sequence[Path]) -> Family:
         sides={name: side_of_records(name, records) for name, records in timed.items()},
         profiled=_by_name([(record, record) for record in sources.profiled]),
     )
+
+
+def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a machine without its momentary readings."""
+    return {name: value for name, value in machine.items() if name not in _MOMENTARY}
 
 
 def _by_name(runs: Sequence[tuple[Record, _T]]) -> dict[str, _T]:

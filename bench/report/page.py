@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dlrm_bench.bench.instruments.progress import StillBar
-from dlrm_bench.bench.ladder.analysis import HOST_COLUMNS, host_cells, lucky, proven
+from dlrm_bench.bench.ladder.analysis import HOST_COLUMNS, confidence_in_words, host_cells, lucky, proven
 from dlrm_bench.bench.limits.floor import WORK_SHOWN, best_cells
 from dlrm_bench.bench.mlperf.published_logs import LOG_COLUMNS, log_row
 from dlrm_bench.bench.report import pictures
@@ -67,12 +67,13 @@ def write_report(paths: Sequence[Path], out: Path, console: Console, first: Path
     check_output(out)
     sources = _read(paths, console)
     shown = families(sources, paths, first)
-    sections = []
+    sections, taken = [], set[str]()
     for family in shown:
         kernels = works(family, sources)
         drawn = pictures.of_family(family, kernels, sources.limits, headline=family is shown[0])
+        drawn = pictures.numbered(drawn, taken)
         sections.append(Section(family=family, works=kernels, pictures=drawn))
-    published = pictures.published(shown, sources.logs)
+    published = pictures.numbered(pictures.published(shown, sources.logs), taken)
     encoded = _draw([*(picture for section in sections for picture in section.pictures), *published], console)
     page = _render(sources, sections, published, encoded)
     files = {f"{name}.png": png for name, png in encoded.items()} | {PAGE: page.encode()}
@@ -116,6 +117,7 @@ def _render(sources: Sources, sections: list[Section], published: list[Picture],
         "encoded": {name: base64.b64encode(png).decode() for name, png in encoded.items()},
         "proven": proven,
         "lucky": lucky,
+        "confidence_in_words": confidence_in_words,
         "work_shown": WORK_SHOWN,
         "best_cells": best_cells,
         "host_columns": HOST_COLUMNS,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,18 @@ def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: 
 def file_name(text: str) -> str:
     """Returns `text` with a dash in place of each character that does not belong into a file's name."""
     return re.sub(r"[^\w.-]+", "-", text)
+
+
+def numbered(pictures: Sequence[Picture], taken: set[str]) -> list[Picture]:
+    """Returns pictures whose names are not in `taken`, to which they are added; a repeated name gets a number. File
+    names of different families, such as 63/ladder and 63-ladder, may be equal."""
+    found = []
+    for picture in pictures:
+        names = (picture.name, *(f"{picture.name}-{number}" for number in range(2, len(taken) + 3)))
+        name = next(each for each in names if each not in taken)
+        taken.add(name)
+        found.append(replace(picture, name=name))
+    return found
 
 
 def _ladder(family: Family, place: str) -> Iterator[Picture]:

@@ -43,6 +43,11 @@ class _Compared(NamedTuple):
     runs: str
     """Number of runs, with a link to their record."""
 
+    @property
+    def confidence(self) -> float:
+        """Confidence of the interval in `cell`."""
+        return max(self.a.confidence, self.b.confidence)
+
 
 def _compared(folder: Path, lines: Sequence[str]) -> list[_Compared]:
     """Returns the comparisons of lines, the heading first: words | record | a side in it | another.
@@ -68,11 +73,8 @@ def _times(folder: Path, lines: Sequence[str]) -> Rows:
     """A heading, then a line for each comparison, as _compared reads them."""
     found = _compared(folder, lines)
     words, _, a, b = _cells(lines[0], 4)
-    rows = [[words, f"{a}, ms", f"{b}, ms", "times as fast (95 % interval)", "runs"]]
-    return rows + [
-        [each.words, milliseconds(_typical(each.a)), milliseconds(_typical(each.b)), each.cell, each.runs]
-        for each in found
-    ]
+    rows = [[words, f"{a}, ms", f"{b}, ms", f"times as fast ({_intervals(found)})", "runs"]]
+    return rows + [[each.words, *map(milliseconds, _typical(each.a, each.b)), each.cell, each.runs] for each in found]
 
 
 def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
@@ -82,8 +84,8 @@ def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
     """
     found = _compared(folder, lines)
     words, _, a, b = _cells(lines[0], 4)
-    headings = (f"{a}, ms (by clock)", f"{b}, ms (by clock)", "times as fast (95 % interval)", f"{b}: W a GPU", "MHz")
-    rows = [[words, *headings, "runs"]]
+    both = (f"{a}, ms (by clock)", f"{b}, ms (by clock)")
+    rows = [[words, *both, f"times as fast ({_intervals(found)})", f"{b}: W a GPU", "MHz", "runs"]]
     for each in found:
         for side in (each.a, each.b):
             if side.shortest_s() < SUSTAINED_S:
@@ -91,10 +93,16 @@ def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
                     f"{side.label} has a run of {side.shortest_s():.1f} s, and {SUSTAINED_S:g} are needed: run it with "
                     "--min-time, or use a table of kind times"
                 )
-        both = (f"{milliseconds(_typical(side))} ({milliseconds(side.by_clock())})" for side in (each.a, each.b))
+        medians = zip(_typical(each.a, each.b), (each.a, each.b), strict=True)
+        times_of_both = (f"{milliseconds(median)} ({milliseconds(side.by_clock())})" for median, side in medians)
         gpu = ("" if value is None else f"{value:.0f}" for value in (each.b.power_w, each.b.sm_clock_mhz))
-        rows.append([each.words, *both, each.cell, *gpu, each.runs])
+        rows.append([each.words, *times_of_both, each.cell, *gpu, each.runs])
     return rows
+
+
+def _intervals(found: Sequence[_Compared]) -> str:
+    """Returns the heading of comparisons' intervals: those of `--rounds auto` have another confidence."""
+    return f"{' or '.join(f'{each * 100:.0f} %' for each in sorted({each.confidence for each in found}))} interval"
 
 
 def _as_in_ladder(record: Path, a: Side, b: Side) -> str | None:
@@ -213,9 +221,10 @@ def _result(record: Path, text: str) -> str:
         rows = _auc(record, [auc[1]])
         return f"AUC, {rows[0][-1]}: {rows[-1][-1]}"
     if line := _TIMES.search(text):
-        _, (_, a, b) = _pair(record, line[1])
+        place, (_, a, b) = _pair(record, line[1])
         (result,) = compare_all([("", a, b)])
-        before, after, cell, runs = _typical(a), _typical(b), _faster(result), min(result.comparison.runs)
+        cell, runs = _as_in_ladder(place, a, b) or _faster(result), min(result.comparison.runs)
+        before, after = _typical(a, b)
     elif (record / LADDER_JSON).exists():
         ladder, _ = read_judged_ladder(record)
         before, after = (ladder["rungs"][place]["median_ms"] for place in (0, -1))
@@ -231,13 +240,15 @@ def _pair(folder: Path, line: str) -> tuple[Path, tuple[str, Side, Side]]:
     return folder / record, (words, read_side(folder / record / a), read_side(folder / record / b))
 
 
-def _typical(side: Side) -> float:
-    """Returns the median latency in ms, or the mean where only that is known."""
-    return side.metrics()["mean" if side.mean_only else "p50"]
+def _typical(a: Side, b: Side) -> tuple[float, float]:
+    """Returns the median latencies in ms, or the times by the clock where a side has no other."""
+    if a.mean_only or b.mean_only:
+        return a.by_clock(), b.by_clock()
+    return a.metrics()["p50"], b.metrics()["p50"]
 
 
 def _faster(result: Result) -> str:
-    ratio = result.estimate.speedup()
+    ratio = result.speedup
     interval = [ratio.low, ratio.high] if result.comparison.between_runs else None
     by_luck = any("by luck" in note for note in result.notes)
     return _ratio_cell(ratio.value, interval, result.verdict in ("faster", "slower"), by_luck)

@@ -20,6 +20,9 @@ UNPROVEN: Verdict = "no difference proven"
 NO_VERDICT: Verdict = "no verdict"
 """Verdict on a comparison whose order, or machines, would make a difference by themselves."""
 
+NO_SPREAD = 1e-9
+"""Standard error of a logarithm below which runs do not differ at all: float32 times differ by 6e-8, or are equal."""
+
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 
 
@@ -46,6 +49,11 @@ class Estimate:
     """Standard error; nan where it is unknown."""
     freedom: float
     """Degrees of freedom of Student's t."""
+
+    @property
+    def too_coarse(self) -> bool:
+        """Whether the runs' times agree to the last digit: they are too coarse to show a spread, and prove nothing."""
+        return self.error < NO_SPREAD
 
     def speedup(self, confidence: float = CONFIDENCE) -> Ratio:
         """Returns A's time over B's with its two-sided interval, as tables, sentences and JSON show it."""
@@ -76,16 +84,16 @@ class Estimate:
 
     @property
     def p_value(self) -> float:
-        """Two-sided p value of no difference; nan where it is unknown."""
+        """Two-sided p value of no difference; nan where it is unknown, 1 where the times are too coarse."""
         return math.nan if math.isnan(self.error) else min(1.0, 2 * min(self.p_at_least(1.0), self.p_at_most(1.0)))
 
     def p_at_least(self, ratio: float) -> float:
         """Returns the one-sided p value of B being `ratio` times A or more: small where B is proven to be less."""
-        return _one_sided_p(self.log - math.log(ratio), self.error, self.freedom)
+        return self._one_sided_p(self.log - math.log(ratio))
 
     def p_at_most(self, ratio: float) -> float:
         """Returns the one-sided p value of B being `ratio` times A or less: small where B is proven to be more."""
-        return _one_sided_p(math.log(ratio) - self.log, self.error, self.freedom)
+        return self._one_sided_p(math.log(ratio) - self.log)
 
     def p_not_equivalent(self, margin: float) -> float:
         """Returns the p value of a difference of `margin` (0.02: 2 %) or more, either way: small where both are
@@ -95,6 +103,16 @@ class Estimate:
         1987), against 1 + margin and its reciprocal.
         """
         return max(self.p_at_least(1 + margin), self.p_at_most(1 / (1 + margin)))
+
+    def _one_sided_p(self, distance: float) -> float:
+        """Returns the probability of a t statistic of at most this distance above zero; nan where it is unknown."""
+        if math.isnan(self.error):
+            return math.nan
+        if self.too_coarse:
+            return 1.0
+        from scipy.special import stdtr
+
+        return float(stdtr(min(self.freedom, 1e12), distance / self.error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,18 +189,6 @@ def student_t(probability: float, freedom: float) -> float:
     return float(stdtrit(min(freedom, 1e12), probability))
 
 
-def _one_sided_p(distance: float, error: float, freedom: float) -> float:
-    """Returns the probability of a t statistic of at most this number of standard errors above zero; nan where it is
-    unknown."""
-    if math.isnan(error):
-        return math.nan
-    if error == 0:
-        return 0.5 if distance == 0 else float(distance > 0)
-    from scipy.special import stdtr
-
-    return float(stdtr(min(freedom, 1e12), distance / error))
-
-
 def of_pairs(a: np.ndarray, b: np.ndarray) -> Estimate:
     """Returns the estimate of the mean of b - a over pairs [n], n at least 2 (Student's t)."""
     differences = b - a
@@ -191,19 +197,27 @@ def of_pairs(a: np.ndarray, b: np.ndarray) -> Estimate:
 
 
 def welch(a: np.ndarray, b: np.ndarray) -> Estimate:
-    """Returns the estimate of b's mean less a's, each side of its own variance (Welch, Biometrika 34, 1947)."""
+    """Returns the estimate of b's mean less a's, each side of its own variance (Welch, Biometrika 34, 1947).
+
+    The degrees of freedom are at most twice those of the side with fewer runs: of 2 and of 10 runs, Welch's own let a
+    program differ from itself in 10 % of tries.
+    """
     error, freedom = _sum_of([(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in (a, b)])
     return Estimate(float(b.mean() - a.mean()), error, freedom)
 
 
 def _sum_of(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Returns the standard error of a sum of independent parts, each (variance, degrees of freedom), and its degrees of
-    freedom; (nan, nan) where a part is unknown."""
+    freedom; (nan, nan) where a part is unknown.
+
+    These are at most what all parts would have with the fewest degrees of freedom of any.
+    """
     total = sum(each for each, _ in variances)
     if math.isnan(total):
         return math.nan, math.nan
     below = sum(each**2 / freedom for each, freedom in variances)
-    return math.sqrt(total), total**2 / below if below else 1.0
+    most = len(variances) * min(freedom for _, freedom in variances)
+    return math.sqrt(total), min(total**2 / below, most) if below else 1.0
 
 
 def _of_these_runs(a: Sequence[np.ndarray], b: Sequence[np.ndarray], metric: Metric, log: float) -> Estimate:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .series import CONFIDENCE, Metric, spread_of_log, summary_statistics
+from .statistics import NO_SPREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,11 @@ def agree_by_luck(between: float, within: float, freedom: float) -> bool:
     """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ.
 
     between: standard deviation of the runs' log metric, or of their pairs' differences, with `freedom` degrees of
-    freedom. within: the part of it by the chance of their iterations. An interval from such runs is too narrow.
+    freedom. within: the part of it by the chance of their iterations. An interval from such runs is too narrow, and
+    without any spread always.
     """
-    if within == 0:
-        return False
+    if between < NO_SPREAD or within == 0:
+        return between < NO_SPREAD
     from scipy.special import chdtr  # a quarter of a second
 
     return float(chdtr(freedom, freedom * (between / within) ** 2)) < 1 - CONFIDENCE

@@ -267,7 +267,7 @@ def test_tables_that_do_not_fit(data, tmp_path):
                    "--model.bottom-mlp", "65536")  # fmt: skip
     assert ended.statuses == [2, 2], ended
     for output in ended.outputs:
-        assert "tables and optimizer state need 107051.5 GB and the 2 rank(s) have" in output
+        assert "tables and optimizer state need 107051.5 GB, but the 2 rank(s) have" in output
         assert "--model.table-scale" in output
     assert not (tmp_path / "results").exists()
 

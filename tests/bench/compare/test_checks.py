@@ -9,6 +9,8 @@ import pytest
 from dlrm_bench.bench.compare.checks import check_equivalence, check_regression, worst
 from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all
 from dlrm_bench.bench.compare.sides import Side
+from dlrm_bench.bench.compare.tables import verdict_in_words
+from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE
 from dlrm_bench.bench.stats.statistics import compare
 from tests.bench.compare.two_sides import compare_sides
 
@@ -30,7 +32,10 @@ def side(label: str, medians: np.ndarray, first: int = 0) -> Side:
 
 def drawn(random: np.random.Generator, ratio: float, runs: int = 8, spread: float = 0.01) -> Result:
     """B takes `ratio` times A's time; runs spread by 1 %."""
-    a, b = (side("", np.exp(random.normal(np.log(middle), spread, runs))) for middle in (1.0, ratio))
+    return _result(*(side("", np.exp(random.normal(np.log(middle), spread, runs))) for middle in (1.0, ratio)))
+
+
+def _result(a: Side, b: Side) -> Result:
     comparison = compare(a.series, b.series)
     estimate = comparison.estimates["p50"]
     return Result(name="", a=a, b=b, comparison=comparison, estimate=estimate, p_value=estimate.p_value)
@@ -63,6 +68,29 @@ def test_texts_say_what_is_known_and_what_it_takes() -> None:
     one = compare_sides(side("a", np.array([1.0])), side("b", np.array([1.0]), first=1))
     assert check_equivalence(one, 0.02).text.startswith("1 and 1 runs: at least two a side are needed")
     assert check_regression(unsure, 0.0).outcome == "not enough runs"
+
+
+def test_rungs_of_auto_ladders_are_checked_at_their_own_confidence() -> None:
+    """Five runs a side, whose one-sided p value lies between 3 % and 5 %."""
+    logs = np.array([0.0, 0.01, -0.01, 0.02, -0.02])
+    a, b = (side(name, np.exp(logs + shift)) for name, shift in (("a", 0), ("b", 0.02)))
+    usual = _result(a, b)
+    auto = _result(*(replace(each, confidence=AUTO_CONFIDENCE) for each in (a, b)))
+    limit = next(size for size in np.arange(0.02, 0.1, 0.0005) if 0.035 < usual.estimate.p_at_least(1 + size) < 0.045)
+    assert check_regression(usual, limit).outcome == check_equivalence(usual, limit).outcome == "passed"
+    assert check_regression(auto, limit).outcome == check_equivalence(auto, limit).outcome == "not enough runs"
+    assert "at 97 % confidence at most" in check_regression(auto, limit).text
+    assert "the 94 % interval of B's time" in check_equivalence(auto, limit).text
+    assert "the 90 % interval of B's time" in check_equivalence(usual, limit).text
+
+
+def test_runs_that_agree_to_the_last_digit_answer_no_check() -> None:
+    result = compare_sides(side("a", np.full(4, 10.0)), side("b", np.full(4, 10.01), first=1))
+    for check in (check_regression(result, 0.02), check_equivalence(result, 0.02)):
+        assert check.outcome == "not enough runs"
+        assert check.text.startswith("the timings are too coarse")
+    assert verdict_in_words(result).startswith("no difference proven: the timings are too coarse")
+    assert any("more digits" in note for note in result.notes)
 
 
 def test_a_regression_of_the_limit_passes_in_at_most_5_percent_of_tries() -> None:

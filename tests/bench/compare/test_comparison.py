@@ -18,6 +18,7 @@ from dlrm_bench.bench.compare.tables import (
     throughput_ratio,
     verdict_in_words,
 )
+from dlrm_bench.bench.records.own_timings import write_timings
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record, summarize_latency, write_record
 from dlrm_bench.bench.stats.statistics import compare
 from tests.bench.compare.two_sides import compare_sides
@@ -192,6 +193,21 @@ def test_mlperf_logs_give_a_mean(tmp_path: Path) -> None:
     assert any("global batch differs: 55296" in difference for difference in result.differences)
 
 
+def test_a_record_and_a_log_are_compared_by_the_clock(tmp_path: Path) -> None:
+    """Two ranks that are slow in turn: the mean of the slowest rank is 3 ms, and 2 ms pass by the clock."""
+    for i in range(2):
+        times = np.array([[1.0, 3.0] * 50, [3.0, 1.0] * 50]) * (1 + 0.001 * i)
+        write_timings(tmp_path / "a" / str(i), times, name="x", samples=55296)
+    (result,) = compare_paths([LOGS, tmp_path / "a"], Terms(accept_blocked_order=True))
+    assert not result.per_sample
+    assert result.estimate.ratio().value == pytest.approx(2.001 / 3.25, abs=0.002)
+    assert result.estimate == result.clock == result.comparison.estimates["mean"]
+    rows = result_table(result)
+    assert [*rows.columns[0].cells] == ["by clock", "samples / s"]
+    assert next(iter(rows.columns[2].cells)) == "2.001"
+    assert [*rows.columns[5].cells] == ["faster", ""]
+
+
 def test_one_mlperf_log_a_side_has_no_interval(tmp_path: Path) -> None:
     result = compare_sides(read_side(LOGS / "result_0.txt"), read_side(LOGS / "result_1.txt"))
     assert math.isnan(result.speedup.low)
@@ -199,7 +215,7 @@ def test_one_mlperf_log_a_side_has_no_interval(tmp_path: Path) -> None:
     assert as_json["times_as_fast"]["mean"] == {"value": pytest.approx(1 / 0.9935, abs=1e-3), "low": None, "high": None}
     assert "unknown" in list(result_table(result).columns[4].cells)
     assert re.fullmatch(
-        r"no difference proven: too few runs \(B: 1\.00\d+ times as fast as A, mean; interval unknown\)",
+        r"no difference proven: too few runs \(B: 1\.00\d+ times as fast as A, by clock; interval unknown\)",
         verdict_in_words(result),
     )
 
@@ -337,10 +353,10 @@ def test_runs_that_were_not_steady_are_named(tmp_path: Path) -> None:
 
 
 def test_runs_that_agree_by_luck_are_named(tmp_path: Path) -> None:
-    """Noisy iterations, and medians that are equal all the same."""
+    """Noisy iterations, and medians that are nearly equal all the same."""
     noise = np.random.default_rng(0).gamma(2, 1, 250)
     for i, side in enumerate("abbaab"):
-        write(tmp_path / side / f"run{i}", noise * (1 if side == "a" else 1.001), minute=i)
+        write(tmp_path / side / f"run{i}", noise * (1 if side == "a" else 1.001) * (1 + i * 1e-6), minute=i)
     (result,) = compare_paths([tmp_path / "a", tmp_path / "b"])
     assert any("runs agree better (0.00%) than their own iterations" in note for note in result.notes)
 

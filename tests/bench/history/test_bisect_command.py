@@ -146,6 +146,32 @@ def test_a_commit_that_fails_is_left_out(
     assert "cannot be run" in said
 
 
+@pytest.mark.parametrize(("number", "status"), [(0, 2), (5, 5)])
+def test_the_reason_of_a_failed_run_is_said(
+    tmp_path: Path,
+    commits: list[str],
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    status: int,
+) -> None:
+    """That of GOOD ends the bisection; that of BAD is its answer, or with --ends a failure."""
+    whole = module.torchrun
+
+    def failing(flags: list[str], processes: int, output: Path, launcher: Path) -> None:
+        if launcher.read_text().endswith(f"# {number}\n"):
+            raise ValueError("out of memory")
+        whole(flags, processes, output, launcher)
+
+    monkeypatch.setattr(module, "torchrun", failing)
+    assert bisected(tmp_path, commits[0], commits[5]) == status
+    said = capsys.readouterr()
+    assert "out of memory" in (said.err if status == 2 else said.out)
+    assert (f"{commits[5][:12]} cannot be run" in said.out) == (status == 5)
+    assert bisected(tmp_path / "ends", commits[0], commits[5], "--ends") == (2 if status == 2 else 1)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -1,12 +1,13 @@
 """Bisection on simulated pairs: the right commit, how often another, and what is said where nothing is proven."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.history.bisection import Finding, Pair, Step, bisect, decide, looks_of
+from dlrm_bench.bench.history.bisection import CannotRunError, Finding, Pair, Step, bisect, decide, looks_of
 
 COMMITS = [f"c{i:02d}" for i in range(20)]
 
@@ -74,19 +75,44 @@ def test_commits_that_cannot_run_are_left_out_and_named() -> None:
 
     def pairs(commit: str) -> Iterator[Pair]:
         if commit in ("c06", "c07", "c09"):
-            raise ValueError("does not run")
+            raise CannotRunError("does not run")
         yield from of_change(commit)
 
     finding = found(pairs)
     assert finding.first == "c08"
     assert finding.between == ["c06", "c07", "c08"]
-    assert [step.commit for step in finding.steps if step.place == "cannot run"] == ["c09", "c07", "c06"]
+    refused = [step for step in finding.steps if step.place == "cannot run"]
+    assert [(step.commit, step.reason) for step in refused] == [
+        (name, "does not run") for name in ("c09", "c07", "c06")
+    ]
 
     def none(commit: str) -> Iterator[Pair]:
-        raise ValueError("does not run")
+        raise CannotRunError("does not run")
         yield
 
     assert found(none).steps[0].place == "cannot run"
+
+
+def test_other_errors_end_the_bisection() -> None:
+    def of_the_good_commit(commit: str) -> Iterator[Pair]:
+        raise ValueError("the good commit does not run")
+        yield
+
+    with pytest.raises(ValueError, match="the good commit does not run"):
+        found(of_the_good_commit)
+
+
+def test_a_candidate_that_fails_after_some_pairs_is_undecided_and_keeps_them() -> None:
+    whole = simulated(np.random.default_rng(0), lambda commit: 0.2)
+
+    def pairs(commit: str) -> Iterator[Pair]:
+        yield from itertools.islice(whole(commit), 3)
+        raise CannotRunError("the disk is full")
+
+    step = decide("c", pairs("c"), None, 0.01, 20)
+    assert (step.place, step.pairs, step.reason) == ("undecided", 3, "the disk is full")
+    assert step.estimate is not None
+    assert step.estimate.log == pytest.approx(0.2, abs=0.05)
 
 
 def test_a_candidate_in_the_middle_stays_undecided() -> None:

@@ -96,6 +96,22 @@ def test_configurations_and_kinds_of_machines_are_apart(tmp_path: Path) -> None:
     assert "B200" in histories[2].name
 
 
+def test_a_field_that_is_younger_than_a_record_splits_no_history(tmp_path: Path) -> None:
+    for i, missing in enumerate(("", "train_metrics", "data.reader_threads", "data")):
+        run(tmp_path, f"c{i}", 5.0, 90 + i)
+        folder = tmp_path / f"{90 + i:07d}"
+        config = read_record(folder).run["config"]
+        block, _, name = missing.rpartition(".")
+        (config[block] if block else config).pop(name, None)
+        edit(folder, config=config)
+    run(tmp_path, "c4", 5.0, 94, config=configured(train_metrics=True))
+    run(tmp_path, "c5", 5.0, 95)
+    edit(
+        tmp_path / "0000095", config={**read_record(tmp_path / "0000095").run["config"], "preset": "of-another-version"}
+    )
+    assert [len(history.records) for history in read_histories(tmp_path)] == [5, 1]
+
+
 def test_the_reference_is_named_or_that_of_most_sittings(tmp_path: Path) -> None:
     for month in range(3):
         sitting(tmp_path, month, f"c{month}", 1.0)

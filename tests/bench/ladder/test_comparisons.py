@@ -11,6 +11,7 @@ from dlrm_bench.bench.ladder import comparisons
 from dlrm_bench.bench.ladder.analysis import read_judged_ladder
 from dlrm_bench.bench.ladder.comparisons import JudgedRung, agreement_by_luck, as_judged, judge_sides
 from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE, CONFIDENCE
+from tests.bench.stats.rates import side
 from tests.bench.stats.test_rounds import places
 
 
@@ -99,3 +100,12 @@ def test_each_lucky_comparison_of_a_rung_is_named(monkeypatch: pytest.MonkeyPatc
     assert [str(agreement_by_luck(rung)).count(" agree better ") for rung in (second, third)] == [1, 2]
     assert "rung-2 to rung-0 agree" in str(agreement_by_luck(third))
     assert "rung-2 to rung-1 agree" in str(agreement_by_luck(third))
+
+
+def test_rungs_whose_times_agree_to_the_last_digit_prove_nothing_and_say_why() -> None:
+    """Ten milliseconds and 10.01, round after round, in timings of two decimals."""
+    at = places(2, 4, seed=0)
+    logs = np.log([[10.00] * 4, [10.01] * 4])
+    _, second = judge_sides([side(f"rung-{i}", *row) for i, row in enumerate(zip(logs, at, strict=True))])
+    assert (as_judged(second.over_first) or {})["proven"] is False
+    assert "rung-1 to rung-0 agree to the last digit" in str(agreement_by_luck(second))

@@ -182,6 +182,36 @@ def test_an_interrupted_ladder_goes_on_where_it_was(tmp_path: Path, monkeypatch:
         plan_to_resume(tmp_path)
 
 
+def test_a_ladder_without_all_its_profiled_runs_makes_these_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a limit had ended the rounds: no round is added."""
+    pretend_runs(monkeypatch)
+    whole, ended = module.run_forked, []
+
+    def interrupted(flags: list[str], *others: Any) -> None:
+        if flags[-1] == "host-b":
+            (tmp_path / "host-b").mkdir()
+            raise KeyboardInterrupt
+        whole(flags, *others)
+
+    monkeypatch.setattr(module, "run_forked", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ended += list(run_ladder(plan(4, minutes=1e-6, host=True), tmp_path))
+    before, _ = read_ladder(tmp_path)
+    assert [rung["host"] is None for rung in before["rungs"]] == [False, True, True]
+    again = pretend_runs(monkeypatch)
+    ended += run_ladder(plan_to_resume(tmp_path), tmp_path)
+    assert again == ["host-b", "host-c"]
+    assert ended == [*before["order"], "host-a", "host-b", "host-c"]
+    after, _ = read_ladder(tmp_path)
+    assert after["order"] == before["order"]
+    assert all(rung["host"] for rung in after["rungs"])
+    assert [{**rung, "host": None} for rung in after["rungs"]] == [{**rung, "host": None} for rung in before["rungs"]]
+    with pytest.raises(ValueError, match="is a finished ladder"):
+        plan_to_resume(tmp_path)
+
+
 @pytest.mark.parametrize(("field", "value"), [("node", "another"), ("source", {"commit": "0123"})])
 def test_a_ladder_is_not_resumed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any

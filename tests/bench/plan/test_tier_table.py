@@ -51,7 +51,7 @@ def test_tiers_by_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ((_, _, missed, *_),) = tiers_of(text)
     assert missed == pytest.approx(13_000 * -np.expm1(-4 * 100 / 20_000), abs=1)
     assert "Misses by counts.npz, counts of 20,000 samples" in " ".join(text.split())
-    with pytest.raises(ValueError, match="is of another model: cat_0 of 1000 rows is cat_0 of 1001 rows here"):
+    with pytest.raises(ValueError, match="is of another model: it has cat_0 of 1000 rows, not cat_0 of 1001 rows"):
         print_plan(changed(config, model=replace(model, num_embeddings=(1001, *(1000,) * 25))), Topology.one_node(1))
 
 

@@ -75,6 +75,30 @@ def test_what_holds_no_times(tmp_path: Path) -> None:
         read_times(tmp_path / "words", "h")
 
 
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        ("step,ms\n100,2.5\n200,2.6\n", r"column 1 \(step\)"),
+        ('ms,"Epoch"\n2.5,3\n2.6,3\n', r"column 2 \(epoch\)"),
+        ("0 2.5\n1 2.6\n2 2.4\n", "column 1"),
+        ("2.5 1\n2.6 2\n2.4 3\n", "column 2"),
+    ],
+)
+def test_a_column_that_counts_iterations_is_no_rank(tmp_path: Path, text: str, column: str) -> None:
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"x\.csv: {column} counts iterations and is no rank's times: leave it out"):
+        read_times(tmp_path / "x.csv")
+    np.save(tmp_path / "x.npy", np.arange(5.0))
+    with pytest.raises(ValueError, match=r"x\.npy: column 1 counts iterations"):
+        read_times(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize("text", ["step time\n2.5\n2.6\n", "step time,b\n2.5,1\n2.6,1\n", "1\n3\n2\n", "1\n"])
+def test_columns_of_times_are_ranks(tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.csv").write_text(text)
+    assert len(read_times(tmp_path / "x.csv")) in (1, 2)
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     for times, samples, warmup, said in (
         ([1.0, 0.0], 1, 0, r"iteration 1 of rank 0 took 0\.0 ms: times must be positive and finite"),

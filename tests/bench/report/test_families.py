@@ -115,6 +115,14 @@ def test_runs_of_one_configuration_stand_together_under_the_newest(tmp_path: Pat
     assert {name: len(records) for name, records in family.timed.items()} == {"new": 2}
 
 
+def test_momentary_clocks_part_neither_runs_nor_machines(tmp_path: Path) -> None:
+    clocks = ({"sm_clock_mhz": 345, "cpu_mhz": [800.0, 900.0, 1000.0]}, {"sm_clock_mhz": 1980, "cpu_mhz": None})
+    folders = [write(tmp_path / str(i), RUNS[i], machine={**H200, **of}) for i, of in enumerate(clocks)]
+    shown = families(Sources(timed=[read_record(folder) for folder in folders]))
+    assert [len(records) for records in shown[0].timed.values()] == [2]
+    assert [len(alike) for alike in machines(shown, Sources()).values()] == [1]
+
+
 def test_machines_in_words() -> None:
     """A record's GPUs are those of all nodes."""
     assert machine_in_words(H200) == "8 x H200"

@@ -14,7 +14,7 @@ from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.report import plots
 from dlrm_bench.bench.report.families import families
-from dlrm_bench.bench.report.pictures import of_family, published, series_marks
+from dlrm_bench.bench.report.pictures import Picture, numbered, of_family, published, series_marks
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.sources import Sources
 from dlrm_bench.bench.stats.series import summary_statistics
@@ -52,6 +52,14 @@ def test_the_references_logs_of_dlrmv4_stand_beside_each_other() -> None:
     assert picture.name == "published-dlrmv4"
     names = [" ".join(label.get_text().split()) for label in picture.draw().axes[0].get_yticklabels()]
     assert names == ["16 x MI350X, reference, AMD v6.1, 16384", f"log {logs[0].name}, 16384"]
+
+
+def test_repeated_names_get_numbers() -> None:
+    """As those of ladders in 63/ladder and 63-ladder."""
+    made = [Picture(kind="ladder", name=name, alt="", caption="", draw=Figure) for name in ("a", "a", "a-2", "b")]
+    taken = set[str]()
+    assert [picture.name for picture in numbered(made, taken)] == ["a", "a-2", "a-2-2", "b"]
+    assert [picture.name for picture in numbered(made[:1], taken)] == ["a-3"]
 
 
 def test_the_distributions_show_the_medians_of_the_tables(tmp_path: Path) -> None:

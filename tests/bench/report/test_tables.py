@@ -1,12 +1,21 @@
 """Tables from made records: bold cells, cells of one run, and an index's cells for each record."""
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.report.tables import KINDS, LUCK, _ratio_cell
+from dlrm_bench.bench.compare.comparison import compare_all, compare_paths
+from dlrm_bench.bench.ladder.run_ladder import run_ladder
+from dlrm_bench.bench.report.page import write_report
+from dlrm_bench.bench.report.rounding import with_interval
+from dlrm_bench.bench.report.tables import KINDS, LUCK, _faster, _pair, _ratio_cell, _result
+from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE
+from tests.bench.ladder.made_ladders import made as made
+from tests.bench.ladder.made_ladders import plan, pretend_runs
 from tests.bench.made_records import edit, recorded_runs, write
 from tests.bench.report.made_results import make_results
 
@@ -103,6 +112,33 @@ def test_a_comparison_that_a_ladder_has_is_the_ladders(tmp_path: Path, monkeypat
     assert [fast[3], same[3], last[3]] == [rungs[2][3], rungs[3][3], rungs[3][4]]
     assert float(back[3].strip("*").partition(" ")[0]) == pytest.approx(2, rel=0.2)  # none is judged over a later one
     assert fast[4] == "[3](ladder)"
+
+
+def test_an_index_shows_the_ladders_own_comparison(made: Path) -> None:
+    """Less a drift, and corrected for the whole ladder; `compare` alone has another interval."""
+    text = "<!-- table: times\nwhat | where | a | b\nx | . | a | b\n-->\n"
+    ladder_cell, (_, (_, a, b)) = KINDS["rungs"](made, [])[2][3], _pair(made, "x | . | a | b")
+    assert _faster(compare_all([("", a, b)])[0]) != ladder_cell
+    assert _result(made, text).endswith(f" ms, times as fast: {ladder_cell}")
+
+
+def test_intervals_of_auto_ladders_are_97_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_runs(monkeypatch)
+    ladder = tmp_path / "ladder"
+    ladder.mkdir()
+    list(run_ladder(plan(rounds=6, detect=5.0), ladder))
+    pair(tmp_path / "pair", 0.5)
+    lines = ["what | where | a | b", "first | ladder | a | b", "back | ladder | c | a"]
+    heading, first, back = KINDS["times"](tmp_path, lines)
+    assert heading[3] == "times as fast (97 % interval)"
+    assert first[3] == KINDS["rungs"](ladder, [])[2][3]
+    (result,) = compare_paths([ladder / "c", ladder / "a"])
+    assert with_interval(*result.speedup) in back[3]
+    assert result.confidence == AUTO_CONFIDENCE
+    assert KINDS["times"](tmp_path, [*lines, "x | pair | a | b"])[0][3] == "times as fast (95 % or 97 % interval)"
+    page = write_report([ladder], tmp_path / "page", Console(file=io.StringIO())).page.read_text()
+    assert page.count("<th>97 % interval</th>") == 2
+    assert "of 95 %, or of 97 % where --rounds auto ended the ladder" in page
 
 
 def test_latencies_are_those_of_the_records(tmp_path: Path) -> None:

@@ -193,6 +193,19 @@ def of_a_bisection(commits: int, size: float, kind: str, tries: int) -> Row:
     return str(commits), f"{size:.0%}", kind, *shares, f"{pairs / tries:.0f}"
 
 
+def of_unequal_numbers(runs: tuple[int, int], tries: int) -> Row:
+    """Sides of so many runs each: B equal to A, and 10 % faster."""
+    rng, wrong, found, covered = np.random.default_rng(0), 0, 0, 0
+    for _ in range(tries):
+        a, b = ([np.array([math.exp(each)]) for each in noise(rng, "normal", (count,))] for count in runs)
+        wrong += compare(a, b).estimates["p50"].verdict() != UNPROVEN
+        estimate = compare(a, [run / 1.1 for run in b]).estimates["p50"]
+        found += estimate.verdict() == "faster"
+        low, high = estimate.speedup()[1:]
+        covered += low <= 1.1 <= high
+    return str(runs[0]), str(runs[1]), f"{wrong / tries:.1%}", f"{covered / tries:.1%}", f"{found / tries:.0%}"
+
+
 def of_a_reference(runs: int, tries: int) -> Row:
     """Two sittings, the second 30 % slower, each with a reference beside: B equal to A, and 10 % faster."""
     rng, wrong, found, covered = np.random.default_rng(0), 0, 0, 0
@@ -226,12 +239,19 @@ _NOT_STEADY = (
     "10 % more in the second half",
     "30 % more at first, settling",
 )
-_ORDERS = ("ABBAABBA", "ABABABAB", "AAABBB", "AAAABBBB", "AAAABBBBAB")
+_ORDERS = ("ABBAABBA", "ABABABAB", "AAABBB", "AAAABBBB", "AAAABBBBAB", "AAABBBBBBAAA", "AAABBBAAABBB")
 TABLES: tuple[tuple[str, Row, tuple[Callable[[int], Row], ...]], ...] = (
     (
         "## `compare A B`, by the order of the runs",
         ("order", "drift", "same program: faster or slower", "10 % faster: found", "no verdict"),
-        tuple(partial(of_an_order, order, drift) for order in _ORDERS for drift in ("none", "2 % a run", "step")),
+        tuple(
+            partial(of_an_order, order, drift) for order in _ORDERS for drift in ("none", "2 % a run", "step", "walk")
+        ),
+    ),
+    (
+        "## `compare A B`, unequal numbers of runs",
+        ("runs of A", "runs of B", "same program: faster or slower", "interval covers", "10 % faster: found"),
+        tuple(partial(of_unequal_numbers, runs) for runs in ((2, 4), (2, 10), (3, 12), (5, 20))),
     ),
     (
         "## Ladders of five rounds\n\nA word anywhere in the table, over the first rung or over the one before.",

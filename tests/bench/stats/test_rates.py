@@ -15,6 +15,7 @@ from tests.bench.stats.rates import (
     of_a_window,
     of_an_uneven_window,
     of_change_points,
+    of_unequal_numbers,
 )
 
 PAGE = (ROOT / "bench" / "stats" / "RATES.md").read_text(encoding="utf-8").splitlines()
@@ -30,6 +31,7 @@ def test_the_page_has_every_table_and_case() -> None:
     "case",
     [
         partial(of_a_reference, 3),
+        partial(of_unequal_numbers, (2, 10)),
         partial(of_a_window, 250, 0.0, 0.02),
         partial(of_a_ladder, 3, "2 % a run", "normal", 0.95),
         partial(of_an_uneven_window, 590, "10 % more from begin to end, evenly"),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.stats.variance import Levels, levels
+from dlrm_bench.bench.stats.variance import Levels, agree_by_luck, levels
 
 
 def drawn(machines: int, runs: int, sds: tuple[float, float, float], seed: int) -> tuple[list[np.ndarray], list[str]]:
@@ -49,6 +49,13 @@ def test_what_cannot_be_known_is_unknown() -> None:
     means = levels([np.array([1.0]), np.array([1.1])], "mean", ["x", "x"])
     assert means.iteration is None
     assert means.process == pytest.approx(math.log(1.1) / math.sqrt(2))
+
+
+def test_no_spread_between_runs_is_luck_whatever_their_iterations_say() -> None:
+    assert agree_by_luck(0.0, 0.0, 3.0)
+    assert agree_by_luck(1e-17, 0.0, 3.0)
+    assert agree_by_luck(0.0, 0.01, 3.0)
+    assert not agree_by_luck(0.01, 0.0, 3.0)
 
 
 def test_in_words() -> None:
