@@ -26,7 +26,7 @@ def console() -> Console:
                 yield Segment(text if control else printable(text), style, control)
 
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # as print() ends: rich alone exits with status 1, which has a meaning here
+            raise BrokenPipeError  # as print() does: rich exits with status 1, which has a meaning here
 
         def print(self, *objects: Any, **keywords: Any) -> None:
             for table in objects:

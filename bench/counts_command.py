@@ -38,11 +38,11 @@ class CountsConfig:
 
 
 def run_counts(words: Sequence[str]) -> int:
-    """Counts as the words of the command line say; returns the exit status."""
+    """Counts as the command line asks; returns the exit status."""
     own, flags = split_forwarded(words)
     wanted = tyro.cli(CountsConfig, args=own, prog="dlrm-bench data counts")
     preset, others = take_flag(flags, "--preset")
-    # Counting is no run: it needs no length and no target, and the pipeline makes no difference.
+    # Counting is not a run: it needs no length and no target, and the pipeline makes no difference.
     length = ("--iterations", "1", "--warmup-iterations", "0", "--target-auc", "None")
     config = parse_run(preset or "smoke", "torchrec", [*length, *others], "", prints=True)
     samples = count_rows(config, wanted.samples, wanted.file)
@@ -52,14 +52,14 @@ def run_counts(words: Sequence[str]) -> int:
 
 
 def count_rows(config: RunConfig, samples: int, file: Path) -> int:
-    """Writes the counts of some `samples` samples; returns their exact number. ValueError where the benchmark's batches
-    do not tell the tables' ids."""
+    """Writes the counts of about `samples` samples; returns their exact number. ValueError if the benchmark's batches
+    do not give the tables' ids."""
     benchmark, tables = named(config.benchmark), config.model.tables
     if benchmark.table_ids is None:
         others = ", ".join(name for name, (other, _) in PRESETS.items() if other.table_ids is not None)
         raise ValueError(
-            f"--preset {config.preset}: {benchmark.title}'s batches do not hold the ids of its tables as counts need "
-            f"them; choose one of {others}"
+            f"--preset {config.preset}: {benchmark.title}'s batches do not hold the ids of its tables in the form that "
+            f"counts need; choose one of {others}"
         )
     counts = [np.zeros(rows, dtype=np.uint32) for rows in tables.rows]
     counted, batches = 0, -(-samples // config.local_batch_size)
@@ -75,7 +75,7 @@ def count_rows(config: RunConfig, samples: int, file: Path) -> int:
 
 
 def _batches(config: RunConfig) -> Iterator[Any]:
-    """Yields the training's batches, no random one twice."""
+    """Yields the training's batches, each random batch once."""
     data = named(config.benchmark).parts().open_data(config)
     if not config.data.is_random:
         yield from data.train_batches(0, 1, config.local_batch_size)

@@ -16,5 +16,5 @@ def run_data(what: str, words: Sequence[str]) -> int:
     preset, others = take_flag(words, "--preset")
     benchmark = BENCHMARKS[0] if preset is None else preset_of(preset)[0]
     if benchmark.data_command is None:
-        raise ValueError(f"--preset {preset}: {benchmark.title} has no files of data, its batches are random")
+        raise ValueError(f"--preset {preset}: {benchmark.title} has no data files: its batches are random")
     return benchmark.data_command(what, preset, others)

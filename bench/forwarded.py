@@ -1,4 +1,5 @@
-"""Words of a command line that are passed on as flags of launch/dlrm.py. Imports nothing: commands start at once."""
+"""Words of a command line that are passed on as flags of launch/dlrm.py. Imports nothing, so that commands start
+quickly."""
 
 from collections.abc import Sequence
 
@@ -12,9 +13,9 @@ def split_forwarded(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def take_flag(words: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """Returns the value of a flag, the last one as for the parsers, and all other words.
+    """Returns the value of a flag (the last one, if it is repeated) and all other words.
 
-    It is given as `--flag value` or `--flag=value`, with - or _ in its name; its value is None where it is absent.
+    It is given as `--flag value` or `--flag=value`, with - or _ in its name; its value is None if it is absent.
     """
     value, others, rest = None, [], iter(words)
     for word in rest:

@@ -43,14 +43,14 @@ def _check_precision(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
-    """Raises ValueError where the batches that wait on a node exceed its memory."""
+    """Raises ValueError if the batches that wait on a node exceed its memory."""
     batches, flag = config.data.batches_in_memory
     needed = named(config.benchmark).parts().batch_bytes(config) * ranks.local_world_size * batches
     memory = node_memory_bytes()
     if needed > memory:
         raise ValueError(
             f"{batches} batches of --local-batch-size {config.local_batch_size} on {ranks.local_world_size} rank(s) "
-            f"take {needed / 1e9:.1f} GB, and this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
+            f"take {needed / 1e9:.1f} GB, but this node has {memory / 1e9:.1f} GB: lower it, or {flag}"
         )
 
 

@@ -1,13 +1,13 @@
 """dlrm-bench rerun RECORD: runs a record's configuration again, with the code of its commit, and compares the two.
 
-A single run proves nothing against another. LADDER/RUNG names all rounds of a ladder's rung, from which several reruns
-can be told, or to which they can be proven equal.
+A single run proves nothing against another. LADDER/RUNG names all rounds of a ladder's rung: several reruns can be
+proven to differ from them, or to equal them.
 
-The commit is checked out into a git worktree, which is removed afterwards, also if the rerun is killed. That commit's
-own code makes the flags, so that they have their meaning of then; today's code checks the record's configuration
-before. Packages and machine are today's: the comparison lists the differences. Without a checkout, or for a record
-without a commit, as of an installed package, the files here must be the ones that made the record, by their hash: the
-same version, installed or checked out, reruns it.
+The commit is checked out into a git worktree, which is removed afterwards, even if the rerun is killed. That commit's
+own code makes the flags, so that they keep their original meaning; the current code checks the record's configuration
+first. Packages and machine are the current ones: the comparison lists the differences. Without a checkout, or for a
+record without a commit, as of an installed package, the files here must be the ones that made the record, by their
+hash: the same version, installed or checked out, reruns it.
 """
 
 import json
@@ -94,9 +94,9 @@ class _Program(NamedTuple):
     """The source of a record's program."""
 
     checked_out: str | None
-    """Commit to check out; None where the files here are the program."""
+    """Commit to check out; None if the files here are the program."""
     stated: str | None
-    """Commit that the reruns record as theirs; None: git's answer for the files."""
+    """Commit that the reruns record as theirs; None for git's answer for the files."""
     notes: list[str]
     """Reasons to doubt that the source is the record's."""
 
@@ -114,17 +114,17 @@ def _program_of(record: Record) -> _Program:
         kind = f"commit {commit}" if commit else "a package that was installed, or copied, without its commit"
         remedy = "run it from a checkout that has the commit" if commit else "install or check out the version that did"
         raise ValueError(
-            f"{record.folder} is of {kind}, and {ROOT} has other source code than made it: {remedy}, "
-            "and run `dlrm-bench rerun` of that"
+            f"{record.folder} is of {kind}, but {ROOT} has other source code than made it: {remedy}, "
+            "and run its `dlrm-bench rerun`"
         )
     if git(ROOT, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         raise ValueError(f"commit {commit} of {record.folder} is not in {ROOT}: fetch it")
     notes: list[str] = []
     if source is not None and source != source_of_commit(ROOT, commit):
-        notes.append(f"the record's source ({source}) is not that of its commit: it had changes that no commit holds")
+        notes.append(f"the record's source ({source}) is not that of its commit: it had uncommitted changes")
     elif source is None and state["dirty"] is not False:
         unknown = "was changed" if state["dirty"] else "may have been changed"
-        notes.append(f"the record's source {unknown}: it is of before records held its hash")
+        notes.append(f"the record's source {unknown}: the record is older than hashes of the source")
     return _Program(commit, None, notes)
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # a timed run imports nothing of the profiler
 
 LOGGER = logging.getLogger(__name__)
 _BATCHES_IN_FLIGHT = 10
-"""Largest number of batches that were taken from the readers and that a GPU still reads."""
+"""Maximum number of batches that were taken from the readers and that a GPU still reads."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class Run:
     folder: Path
     checkpoints: Checkpoints
     metrics: "TrainMetrics | None" = None
-    """NE and calibration beside the loss, where they are asked for."""
+    """NE and calibration beside the loss, if requested."""
     first: int = 0
     """Number of iterations before this run's first: those of the checkpoint that it resumes."""
     losses_before: list[LossStretch] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Run:
     """Number of batches, over all evaluations."""
 
     def train(self) -> None:
-        """The training loop: timed iterations, evaluations at MLPerf's cadence, and checkpoints; stops at the
+        """Runs the training loop: timed iterations, evaluations at MLPerf's cadence, and checkpoints; stops at the
         target."""
         with self._read(self.dataset.train_batches, self.pipeline.prepare, self.first) as batches, frozen_gc():
             self.clock.start()
@@ -102,7 +102,7 @@ class Run:
                 evaluates, saves = self.schedule.evaluates_after(iteration), self.checkpoints.due_after(iteration)
                 if evaluates or saves:
                     self.clock.pause()
-                    losses = self.losses.finish()  # first: a model that diverged has no AUC, and is not to be saved
+                    losses = self.losses.finish()  # first: a model that diverged has no AUC, and must not be saved
                     self._draw(iteration)
                     if evaluates:
                         self.auc = self.evaluate(self.schedule.epoch_num(iteration))
@@ -148,10 +148,10 @@ class Run:
         return answer[0]
 
     def warm_up(self) -> None:
-        """Trains and evaluates once, as first calls take longer; no weight changes."""
+        """Trains and evaluates once, because first calls take longer; no weight changes."""
         evaluates = self.schedule.evaluate_every is not None
         self.pipeline.warm_up(evaluates)
-        if evaluates:  # a sort of as many samples as there will be
+        if evaluates:  # a sort of as many samples as an evaluation has
             samples = -(-self.dataset.eval_samples // self.ranks.world_size)
             scores = torch.zeros(max(samples, 2), device=self.ranks.device)
             distributed_auc(scores, torch.arange(scores.numel(), device=scores.device) % 2)
@@ -159,7 +159,7 @@ class Run:
                 self._pin_memory()
 
     def _pin_memory(self) -> None:
-        """Has PyTorch pin, and keep, the memory of all batches that training and an evaluation hold at a time."""
+        """Makes PyTorch pin, and keep, the memory of all batches that training and an evaluation hold at a time."""
         data, config = self.config.data, self.config
         held = data.prefetch_batches + data.reader_threads + _BATCHES_IN_FLIGHT
         parts = named(config.benchmark).parts()
@@ -218,8 +218,8 @@ class Run:
     def log_status(self) -> RunStatus:
         """Returns the status that closes the MLPerf log: 'aborted' after a missed target, else 'success'.
 
-        A run without a target that trained all its iterations has succeeded, so its log does not look failed. It passes
-        for no submission: MLPerf's checker asks for an eval_accuracy, which such a log lacks.
+        A run without a target that trained all its iterations has succeeded, so its log does not look failed. It cannot
+        pass for a submission: MLPerf's checker requires an eval_accuracy, which such a log lacks.
         """
         return "aborted" if self.status == "aborted" else "success"
 
@@ -230,7 +230,7 @@ class Run:
     def _read(
         self, batches: Callable[..., Iterable[Any]], prepare: Callable[[Any], Any], first: int = 0
     ) -> Prefetcher[Any]:
-        """Returns a reader of this rank's batches, prepared. first: number of batches to leave out."""
+        """Returns a reader of this rank's batches, prepared. first: number of batches to skip."""
         ranks = self.ranks
         samples = batches(ranks.rank, ranks.world_size, self.config.local_batch_size, pin=ranks.device.type == "cuda")
         if first:
@@ -256,8 +256,8 @@ def run(
     """Trains as `config` says and writes a record folder. Collective over all ranks.
 
     command: the command line, for the record. profiled: makes the pipeline of a profiled run from the pipeline and the
-    record's folder; None in a timed run. ValueError on bad input, where possible before training; a run that fails
-    later leaves a folder whose log is closed as aborted.
+    record's folder; None in a timed run. ValueError on bad input, if possible before training; a run that fails later
+    leaves a folder whose log is closed as aborted.
     """
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     BEGINNING.now("waits for the other ranks in init_process_group")
@@ -272,9 +272,9 @@ def run(
 
     with AbortWatch(ranks, close_log) as abort:
         BEGINNING.ends_by(abort.stop)
-        check_machine(config, ranks)  # now: a folder that is made is never used again
+        check_machine(config, ranks)  # before a folder is made, which is never used again
         BEGINNING.now("opens its data")
-        machine, source = describe_machine(), git_state(ROOT)  # now: files may change while the run goes on
+        machine, source = describe_machine(), git_state(ROOT)  # now: files may change during the run
         dataset = named(config.benchmark).parts().open_data(config)
         _check_target(config, dataset.best_auc)
         schedule = plan_schedule(
@@ -356,11 +356,12 @@ def run(
 
 
 def _note_what_happened(telemetry: Telemetry, too_large: Mapping[str, int], log: MLPerfLog, ranks: Ranks) -> None:
-    """Writes into the log, and warns on rank 0, what makes a figure of the run doubtful. too_large: by tensor."""
+    """Notes in the log, and as warnings on rank 0, the events that make figures of the run doubtful. too_large: by
+    tensor."""
     notes = []
     if telemetry.get("clock_jump_s"):
         jump = telemetry["clock_jump_s"]
-        notes.append(f"the wall clock jumped by {jump} s during the run: times in the log are off by it")
+        notes.append(f"the wall clock jumped by {jump} s during the run: times in the log are off by that")
     if too_large:
         counts = ", ".join(f"{count} of {name}" for name, count in too_large.items())
         notes.append(f"numbers too large for eight bits, which became the largest: {counts}")

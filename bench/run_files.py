@@ -1,5 +1,5 @@
-"""Files of a run: its folder, and at its end its record, or the measurements until a failure, whatever has become of
-the folder."""
+"""Files of a run: its folder, and at the end its record, or the measurements until a failure, even if the folder is
+gone."""
 
 import contextlib
 import sys
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 LOG_NAME = "result_0.txt"
 _PATIENCE_S = 5
-"""Seconds, less than the 30 after which torchrun kills its ranks."""
+"""Seconds to wait for a disk, less than the 30 after which torchrun kills its ranks."""
 
 
 def agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
-    """Makes the record folder on global rank 0; every rank learns its path, or raises rank 0's error."""
+    """Creates the record folder on global rank 0; every rank learns its path, or raises rank 0's error."""
     answer: list[Any] = [None]
     if ranks.rank == 0:
         run_id = restarted(config.run_id) or new_run_id(short_name(machine), config.preset, datetime.now(UTC))
@@ -62,7 +62,7 @@ def agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
 
 
 def keep_figures(this: "Run", error: NonFiniteError) -> str:
-    """Writes the measurements of a run that failed; returns a sentence that says where. Collective."""
+    """Writes the measurements of a run that failed; returns a sentence that names the files. Collective."""
     this.clock.pause()
     write = _figures(this, this.clock.gather_ms(), error.known)
     kept = f"losses and latencies so far are in {_write_somewhere(this, write) / ITERATIONS_NPZ}"
@@ -81,7 +81,7 @@ def keep_figures(this: "Run", error: NonFiniteError) -> str:
 
 @contextlib.contextmanager
 def named_checkpoints(this: "Run") -> Iterator[None]:
-    """Adds the path of the checkpoint to an error while writing one: that of a full disk lacks it."""
+    """Adds the checkpoint's path to an error while writing a checkpoint: the error of a full disk lacks it."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -92,11 +92,11 @@ def named_checkpoints(this: "Run") -> Iterator[None]:
 
 
 def keep_own_figures(this: "Run") -> None:
-    """Writes rank 0's measurements of a run that ends at once, by a signal or an error; says where.
+    """Writes rank 0's measurements of a run that ends at once, by a signal or an error; prints their path.
 
     For any thread, while others may be blocked in a collective or by the device: nothing here waits for them, so the
-    latencies are those of rank 0 alone, and the losses those read until then. A disk that does not answer is waited for
-    seconds only.
+    latencies are those of rank 0 alone, and the losses those read until then. A disk that does not answer delays the
+    end by seconds only.
     """
     if this.ranks.rank == 0:
         work = threading.Thread(target=_keep_own, args=(this,), daemon=True)
@@ -116,18 +116,19 @@ def _keep_own(this: "Run") -> None:
 
 
 def restore_log(this: "Run") -> None:
-    """Writes the MLPerf log again, on rank 0 once the log is closed, where its file lacks lines; says where and why."""
+    """Writes the MLPerf log again, on rank 0 once the log is closed, if its file lacks lines; prints its path and the
+    reason."""
     folder = this.place or this.folder
     content = _content(folder / LOG_NAME)
     if this.ranks.rank != 0 or content == this.log.text:
         return
     try:
-        if folder != this.folder:  # which has it as it was when the figures were written
+        if folder != this.folder:  # which has the log as of the writing of the figures
             (folder / LOG_NAME).write_text(this.log.text, encoding="utf-8")
             return
         if content is None:
             why = "was deleted during the run"
-        else:  # somebody's, which is left alone, or what a full disk took
+        else:  # changed by somebody, and left alone, or cut short by a full disk
             why = f"lacks lines ({this.log.failure})" if this.log.failure else "was changed during the run"
             folder = _temporary_folder(this)
         (folder / LOG_NAME).write_text(this.log.text, encoding="utf-8")
@@ -151,7 +152,8 @@ def write_results(
     """Returns the record, which global rank 0 writes, and its folder; on other ranks, the record of their own
     provenance. Collective.
 
-    iterations_ms: float32 [ranks, iterations]. losses: of the same iterations. warmup: those that are not timed.
+    iterations_ms: float32 [ranks, iterations]. losses: of the same iterations. warmup: number of iterations that are
+    not timed.
     """
     config, ranks = this.config, this.ranks
     metrics = {} if this.metrics is None else this.metrics.finish()
@@ -201,8 +203,8 @@ def _training(this: "Run", losses: list[float]) -> Training:
 
 
 def _sample_sizes(this: "Run", warmup: int) -> SampleSizes | None:
-    """Returns the sizes of the samples of this run's timed iterations, or of all if none were; None where work depends
-    on none."""
+    """Returns the sizes of the samples of this run's timed iterations, or of all if none were; None if work depends on
+    no sizes."""
     measure = named(this.config.benchmark).sample_sizes
     if measure is None:
         return None
@@ -212,9 +214,9 @@ def _sample_sizes(this: "Run", warmup: int) -> SampleSizes | None:
 
 
 def _write_somewhere(this: "Run", write: Callable[[Path], None]) -> Path:
-    """Has rank 0 write to the run's folder, or else to a temporary one, and returns which. Collective.
+    """Makes rank 0 write to the run's folder, or else to a temporary one; returns the folder. Collective.
 
-    The MLPerf log is written there too, where its own file lacks lines.
+    The MLPerf log is written there too, if its own file lacks lines.
     """
     place: list[Any] = [_write_here(this, write) if this.ranks.rank == 0 else None]
     dist.broadcast_object_list(place, src=0)
@@ -266,7 +268,7 @@ def _rescued(this: "Run", write: Callable[[Path], None], error: OSError) -> Path
 
 
 def _peak_memory(ranks: Ranks) -> list[int] | None:
-    """Largest amount of memory that PyTorch's allocator gave out on each rank's GPU, in bytes; peer memory left out."""
+    """Returns the peak memory that PyTorch's allocator gave out on each rank's GPU, in bytes; without peer memory."""
     if ranks.device.type != "cuda":
         return None
     peaks = [0] * ranks.world_size

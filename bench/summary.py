@@ -22,11 +22,11 @@ EXIT_NOT_COMPLIANT = 4
 
 
 def print_summary(outcome: Outcome, ranks: Ranks) -> int:
-    """Prints latency and, where there was a target, the AUC and the compliance checker's verdict, on global rank 0.
+    """Prints latency and, if there was a target, the AUC and the compliance checker's verdict, on global rank 0.
 
     Returns the exit status, the same on every rank: 0 if the run had no target or reached it with a compliant log, 3 if
     it missed its target, 4 if the checker refuses the log for another reason than data that are not MLPerf's.
-    Collective: no rank may leave, and have torchrun end the others, while rank 0 still prints.
+    Collective: no rank may exit, which makes torchrun end the others, while rank 0 still prints.
     """
     status = [_print(outcome) if ranks.rank == 0 else 0]
     dist.broadcast_object_list(status, src=0)
@@ -77,7 +77,7 @@ def _print(outcome: Outcome) -> int:
 
 
 def _check_log(outcome: Outcome, console: Console) -> int:
-    """Prints the compliance checker's verdict on the log, where MLPerf has rules for the benchmark; returns the exit
+    """Prints the compliance checker's verdict on the log, if MLPerf has rules for the benchmark; returns the exit
     status."""
     benchmark = benchmark_of(outcome.record["config"])
     if benchmark is None or benchmark.ruleset is None:
@@ -86,8 +86,8 @@ def _check_log(outcome: Outcome, console: Console) -> int:
     verdict = check_compliance(outcome.folder / LOG_NAME, ruleset, benchmark.ruleset.pinned_to_data)
     if verdict.of_data:
         console.print(
-            f"compliance   all passes except {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} takes "
-            "those of MLPerf's own data alone",
+            f"compliance   all passes except {', '.join(verdict.of_data)}: MLPerf training ruleset {ruleset} accepts "
+            "only those of MLPerf's own data",
             soft_wrap=True,
         )
         return 0
@@ -114,7 +114,7 @@ def tiers_in_words(record: RunRecord) -> list[str]:
 
 
 def dynamic_rows_in_words(record: RunRecord) -> list[str]:
-    """Returns a sentence on the rows that were made when they were first named, of a run whose rows are."""
+    """Returns a sentence on the rows that were made when they were first named, of a run with --dynamic-rows."""
     ranks = record["pipeline"].get("dynamic_rows")
     if not ranks:
         return []

@@ -1,4 +1,4 @@
-"""Programs of commits: worktrees of git's, which are removed whatever happens, and an environment that imports them."""
+"""Programs of commits: git worktrees, which are always removed, and an environment that imports them."""
 
 import os
 import subprocess
@@ -14,17 +14,17 @@ cat
 git -C "$1" worktree remove --force "$2/tree"
 rm -rf "$2"
 """
-"""Program that removes a worktree once its standard input ends, with the process that made the worktree, however that
-one ends."""
+"""Program that removes a worktree once its standard input closes: when the process that made the worktree ends in any
+way."""
 
 
 @contextmanager
 def worktree(root: Path, commit: str) -> Iterator[Path]:
-    """A worktree of a commit of the checkout at `root`. ValueError if git cannot make it."""
+    """Yields a worktree of a commit of the checkout at `root`. ValueError if git cannot make it."""
     folder = tempfile.mkdtemp(prefix="dlrm-bench-rerun-")
     tree = Path(folder) / "tree"
-    # A process in its own session removes the tree, as this process may be killed; no child inherits the pipe's other
-    # end.
+    # A process in its own session removes the tree, because this process may be killed; no child inherits the other end
+    # of the pipe.
     removal = subprocess.Popen(
         ["sh", "-c", _REMOVAL, "sh", str(root), folder],
         stdin=subprocess.PIPE,
@@ -40,7 +40,8 @@ def worktree(root: Path, commit: str) -> Iterator[Path]:
 
 @contextmanager
 def environment_of(tree: Path, commit: str | None) -> Iterator[None]:
-    """Makes started processes import the tree's code. `commit` is the one that they record; None: git's."""
+    """Makes started processes import the tree's code. `commit` is the commit that they record; None for git's
+    answer."""
     before = {name: os.environ.pop(name, None) for name in ("PYTHONPATH", "SOURCE_COMMIT")}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), before["PYTHONPATH"]]))
     if commit is not None:

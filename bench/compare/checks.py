@@ -21,10 +21,10 @@ class Check:
 
 
 def check_regression(result: Result, limit: float) -> Check:
-    """Passes where a regression of `limit` (0.02: 2 %) is excluded, fails where B is proven slower and it is not.
+    """Passes if a regression of `limit` (0.02: 2 %) is excluded, fails if it is not excluded and B is proven slower.
 
-    Excluded: a one-sided test at 5 % (3 % for `--rounds auto`) rejects that B takes 1 + limit times A's time, or more.
-    Undecided otherwise: too few runs.
+    Excluded: a one-sided test at 5 % (3 % for `--rounds auto`) rejects that B takes 1 + limit times A's time or more.
+    Otherwise undecided: too few runs.
     """
     refused = _refused(result)
     if refused is not None:
@@ -37,11 +37,11 @@ def check_regression(result: Result, limit: float) -> Check:
     if result.verdict == "slower":
         text = f"B is proven slower, and a regression of {limit:.2%} is not excluded: {text}"
         return Check(outcome="failed", text=text)
-    return _undecided(result, limit, f"neither is B proven slower nor a regression of {limit:.2%} excluded: {text}")
+    return _undecided(result, limit, f"B is not proven slower, a regression of {limit:.2%} not excluded: {text}")
 
 
 def check_equivalence(result: Result, margin: float) -> Check:
-    """Passes where B's time is proven to be within `margin` (0.02: 2 %) of A's, fails where it is proven not to be.
+    """Passes if B's time is proven to be within `margin` (0.02: 2 %) of A's, fails if it is proven not to be.
 
     Two one-sided tests at 5 % each (3 % for `--rounds auto`), against 1 + margin and its reciprocal; proven not: the
     interval of the comparison is outside.
@@ -61,7 +61,7 @@ def check_equivalence(result: Result, margin: float) -> Check:
 
 
 def worst(checks: Sequence[Check]) -> Outcome:
-    """Returns the outcome of all checks together."""
+    """Returns the worst outcome of the checks."""
     outcomes = {check.outcome for check in checks}
     return next((o for o in ("failed", "no verdict", "not enough runs") if o in outcomes), "passed")
 
@@ -75,7 +75,7 @@ def percentage(flag: str, text: str | None) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 <= value < 10:
-        raise ValueError(f"{flag} {text!r} is no percentage: write 2%")
+        raise ValueError(f"{flag} {text!r} is not a percentage: write one such as 2%")
     return value
 
 
@@ -85,13 +85,13 @@ def _one_sided(result: Result) -> float:
 
 
 def _refused(result: Result) -> Check | None:
-    """Returns the check of a comparison that can answer none, with one run on a side or without a verdict; else
+    """Returns the outcome of a check that these runs cannot answer, with one run per side or without a verdict; else
     None."""
     if not result.comparison.between_runs or math.isnan(result.estimate.error):
         a, b = result.comparison.runs
         text = (
-            f"{a} and {b} runs: at least two a side are needed, because one run cannot show how much runs differ by "
-            "themselves"
+            f"{a} and {b} runs: at least two per side are needed, because one run does not show how much runs of the "
+            "same program differ"
         )
         return Check(outcome="not enough runs", text=text)
     if result.estimate.too_coarse and not result.confounded:
@@ -102,7 +102,7 @@ def _refused(result: Result) -> Check | None:
 
 def _undecided(result: Result, size: float, text: str) -> Check:
     needed = result.runs_needed(size) if size > 0 else None
-    more = f"; about {needed} runs a side decide it" if needed and needed > min(result.comparison.runs) else ""
+    more = f"; about {needed} runs per side would decide it" if needed and needed > min(result.comparison.runs) else ""
     return Check(outcome="not enough runs", text=text + more)
 
 

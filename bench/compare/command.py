@@ -1,4 +1,4 @@
-"""dlrm-bench compare: reads the sides, prints the proven differences, and answers checks by its exit status."""
+"""dlrm-bench compare: reads the sides, prints the proven differences, and reports checks in its exit status."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,8 +15,8 @@ from dlrm_bench.bench.mlperf.published_logs import logs_table
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
 EXIT_UNDECIDED = 5
-"""Status of a check that these runs cannot answer: too few of them, or in an order that allows no verdict. Statuses 3
-and 4 belong to a run, in bench/summary.py."""
+"""Exit status of a check that the runs cannot answer: too few runs, or an order that allows no verdict. Statuses 3 and
+4 are those of a run (bench/summary.py)."""
 _STATUS = {"passed": 0, "failed": EXIT_FAILED, "not enough runs": EXIT_UNDECIDED, "no verdict": EXIT_UNDECIDED}
 
 
@@ -64,17 +64,17 @@ def _print_tables(console: Console, results: Sequence[Result], checks: Sequence[
             console.print(f"{check.outcome}: {name}{check.text}", soft_wrap=True, markup=False, highlight=False)
         for kind, texts in (("warning", result.differences), ("note", result.notes)):
             for text in map(partial(_of_any_rung, result) if of_ladders else str, texts):
-                if not of_ladders or text not in printed:  # what is true of all rungs is said once
+                if not of_ladders or text not in printed:  # texts that hold for all rungs are printed once
                     console.print(f"{kind}: {text}", soft_wrap=True, markup=False, highlight=False)
                 printed.add(text)
 
 
 def _of_any_rung(result: Result, text: str) -> str:
-    """Returns a text with A and B for the sides' labels, so that it reads the same for all rungs."""
+    """Returns the text with A and B in place of the sides' labels, so that it is the same for all rungs."""
     names = {result.a.label: "A", result.b.label: "B"}
     if not all(label in text for label in names):
         return text
-    for label in sorted(names, key=len, reverse=True):  # one may end in the other
+    for label in sorted(names, key=len, reverse=True):  # one label may be a suffix of the other
         text = text.replace(label, names[label])
     return text
 

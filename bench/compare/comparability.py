@@ -1,7 +1,7 @@
 """Settings that compared runs must have in common, and the differences between their records.
 
-Between sides, work and machine should be the same, and the program may differ: that is the subject of a comparison.
-Within a side the program should be the same too.
+Both sides should do the same work on the same machine; the program may differ, as the subject of the comparison. Within
+a side, the program should be the same too.
 """
 
 from collections import Counter
@@ -49,15 +49,15 @@ SHOULD_BE_EQUAL = {
     "number of random batches": "config.data.random_batches",
     "interval between checks of the loss": "config.loss_interval",
 }
-"""Settings that a reader takes to be the same on both sides, and their place in a record."""
+"""Settings that a reader assumes to be equal on both sides, with their fields in a record."""
 _VARIABLE = "environment variable "
 _KNOWN = "environment"
 _SET_WHILE_RUNNING = {"TORCH_SYMMMEM_IMPLICIT_POOL", "TORCHINDUCTOR_CACHE_DIR"}
-"""Set by dlrm/runtime/peer_memory.py and by torch itself, as the compared options ask for it."""
+"""Variables that dlrm/runtime/peer_memory.py and torch itself set at run time, depending on the compared options."""
 WARMUP = "number of warm-up iterations"
-"""The configured number, where the warm-up has a time too: the number of iterations that it takes varies by run."""
+"""Configured value if the warm-up also has a minimum time: the actual number of iterations then varies by run."""
 BOOT = "boot of the machine"
-"""Setting that tells machines of one description apart where no GPU does."""
+"""Setting that distinguishes machines of the same description that have no GPU UUIDs."""
 MUST_BE_KNOWN = {
     "hash of the source files": "git.source",
     "versions of the packages": "provenance.packages",
@@ -74,12 +74,11 @@ MUST_BE_KNOWN_OF_GPUS = {
     "whether it was throttled": "conditions.throttled",
 }
 SM_CLOCK = "SM clock during the run (MHz)"
-"""A setting that is measured, not configured."""
+"""Setting that is measured, not configured."""
 
 
 def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Returns the distinct values, over the records, of each setting that should be equal; unknown values are left
-    out."""
+    """Returns the distinct known values, over the records, of each setting that should be equal."""
     settings = {name: different(_lookup(r, field) for r in records) for name, field in SHOULD_BE_EQUAL.items()}
     boots = different(None if _lookup(r, "machine.gpu_uuids") else _lookup(r, "machine.boots") for r in records)
     warmups = different(map(_warmup, records))
@@ -87,13 +86,14 @@ def settings_of(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def absent(settings: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """Returns the values of a setting that a side lacks: 'not set' for an environment variable where the environment is
-    known."""
+    """Returns the values of a setting that a side does not have: 'not set' for an environment variable if the
+    environment is known, else none."""
     return ["not set"] if name.startswith(_VARIABLE) and settings.get(_KNOWN) else []
 
 
 def _environment(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Returns the values of each environment variable of any record, and whether all records know theirs."""
+    """Returns the values of each environment variable in any record, and whether all records contain their
+    environment."""
     known = [record.run["provenance"]["environment"] for record in records if "provenance" in record.run]
     names = sorted({name for variables in known for name in variables} - _SET_WHILE_RUNNING)
     values = {f"{_VARIABLE}{name}": different(v.get(name, "not set") for v in known) for name in names}
@@ -101,19 +101,19 @@ def _environment(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def machine_of(record: Record) -> str:
-    """Returns what identifies the machine of a run: UUIDs of its GPUs, else its boots, for older records host names."""
+    """Returns the identity of a run's machine: its GPUs' UUIDs, else its boots, or host names in older records."""
     machine = record.run["machine"]
     return " + ".join(machine.get("gpu_uuids") or machine.get("boots") or machine.get("hosts", []))
 
 
 def unknown(label: str, records: Sequence[Record]) -> list[str]:
-    """Returns a sentence a side on the fields that --strict requires and records lack."""
+    """Returns a sentence on the fields that --strict requires and some of the side's records lack, or an empty list."""
     missing: Counter[str] = Counter()
     for record in records:
         asked = MUST_BE_KNOWN | (MUST_BE_KNOWN_OF_GPUS if record.run["machine"]["gpu"] else {})
         missing.update(name for name, field in asked.items() if _lookup(record, field) in (None, [], ""))
     counts = [f"{name} in {n}" for name, n in missing.items()]
-    return [f"{label}: not known in {len(records)} run(s): {', '.join(counts)}"] if counts else []
+    return [f"{label}: fields that records of {len(records)} run(s) lack: {', '.join(counts)}"] if counts else []
 
 
 def different(values: Iterable[Any]) -> list[Any]:
@@ -126,11 +126,11 @@ def different(values: Iterable[Any]) -> list[Any]:
 
 
 def caveats(record: Record) -> list[str]:
-    """Returns reasons not to trust a well-formed record: source code that no commit holds, a machine that was
-    throttled, pauses of the pipeline within the timed iterations."""
+    """Returns reasons to distrust a well-formed record: uncommitted source code, a throttled machine, pauses of the
+    pipeline within the timed iterations."""
     run, found = record.run, []
     if run["git"]["dirty"]:
-        found.append("files of the checkout differed from its commit")
+        found.append("the checkout had uncommitted changes")
     telemetry = run.get("conditions")
     if telemetry and telemetry["throttled"]:
         reasons = ", ".join(sorted({span["reason"] for span in telemetry["throttling"]}))
@@ -145,25 +145,24 @@ def caveats(record: Record) -> list[str]:
 
 
 def caveats_of_side(label: str, records: Sequence[Record]) -> list[str]:
-    """Returns reasons not to trust a side: the caveats of its records, each once, and that its runs are of several
-    programs."""
+    """Returns reasons to distrust a side: the caveats of its records, each once, and runs of several programs."""
     counts = Counter(caveat for record in records for caveat in caveats(record))
     found = [f"{label}: {caveat} in {n} of {len(records)} runs" for caveat, n in counts.items()]
     programs = [program_of(record) for record in records]
     fields = dict.fromkeys(field for program in programs for field in program)
     varying = [field for field in fields if len({program.get(field) for program in programs} - {None}) > 1]
     if varying:
-        found.append(f"{label}: runs of several programs, which differ in {', '.join(varying)}: name those of one")
+        found.append(f"{label}: runs of several programs, which differ in {', '.join(varying)}: name runs of one")
     return found
 
 
 def program_of(record: Record) -> dict[str, str | None]:
-    """Returns the program of a run: its source's hash (for older records the commit), pipeline, and the pipeline's
+    """Returns the program of a run: hash of its source (commit in older records), pipeline, and the pipeline's
     options."""
     options = {name: str(value) for name, value in record.run["config"]["pipeline"].items()}
     git = record.run["git"]
     source = git.get("source")
-    # Commits with equal source of the program are the same program.
+    # Commits with the same source hash are the same program.
     code = {"source": source} if source else {"commit": git["commit"]}
     return {"pipeline": options.pop("name"), **options, **code}
 

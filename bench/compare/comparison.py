@@ -1,6 +1,6 @@
-"""A against B: the difference that records and MLPerf logs prove, and its limits.
+"""Comparison of A and B: the difference that records and MLPerf logs prove, and its limits.
 
-dlrm-bench compare A B [...]: every side after the first is compared with the first, or two ladders rung by rung.
+dlrm-bench compare A B [...]: compares every later side with the first, or two ladders rung by rung.
 """
 
 import math
@@ -33,18 +33,17 @@ class Result:
     b: Side
     comparison: Comparison
     estimate: Estimate
-    """The time of B over that of A which the verdict is about."""
+    """B's time over A's, the estimate of the verdict."""
     clock: Estimate | None = None
-    """The time by the clock of B over that of A, of which samples a second follow; None where nobody shows them."""
+    """B's time by the clock over A's, the basis of samples per second; None in the comparisons of a ladder's rungs."""
     p_value: float
-    """Probability of such an `estimate` without a difference, corrected for all comparisons asked for together
-    (Holm)."""
+    """p value of `estimate`, corrected for all comparisons made together (Holm)."""
     comparisons: int = 1
-    """Number of these comparisons."""
+    """Number of comparisons made together."""
     confounded: Sequence[str] = ()
-    """Differences beside the program (bench/compare/order.py), for which there is no verdict."""
+    """Differences other than the program (bench/compare/order.py), which rule out a verdict."""
     references: tuple[Side, Side] | None = None
-    """Runs of one program beside A's and beside B's, whose difference is subtracted from the estimate."""
+    """Runs of one program made alongside A's and B's; their difference is subtracted from the estimate."""
     differences: Sequence[str] = ()
     """Settings that should be equal and are not, and caveats of a side; --strict refuses these."""
     notes: Sequence[str] = ()
@@ -52,15 +51,14 @@ class Result:
 
     @property
     def per_sample(self) -> bool:
-        """Whether the batch sizes differ, so that the times of a sample are compared in place of those of an
-        iteration."""
+        """Whether the batch sizes differ, so that times per sample are compared instead of times per iteration."""
         return _per_sample(self.a, self.b)
 
     @property
     def metric(self) -> Metric:
-        """The metric that the verdict is about: the median, or the mean where a log has no other.
+        """The metric of the verdict: the median, or the mean if a log has no other.
 
-        Where batch sizes differ, the verdict is about samples a second, by the clock.
+        If batch sizes differ, the verdict is about samples per second, by the clock.
         """
         return _metric(self.a, self.b)
 
@@ -71,7 +69,7 @@ class Result:
 
     @property
     def confidence(self) -> float:
-        """Confidence of the interval and of the verdict: larger where the number of runs followed from their spread."""
+        """Confidence of the interval and of the verdict: higher if the spread of the runs determined their number."""
         return max(self.a.confidence, self.b.confidence)
 
     @property
@@ -81,7 +79,7 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """The proven difference. One run on a side proves nothing: two runs of the same program differ too."""
+        """The proven difference. One run per side proves nothing: two runs of the same program differ too."""
         if not self.comparison.between_runs:
             return UNPROVEN
         if self.confounded:
@@ -92,21 +90,22 @@ class Result:
 
     @property
     def detectable(self) -> tuple[float, float, float] | None:
-        """The smallest difference that this number of runs, with this spread, finds, as (low, value, high) of its 95 %
-        interval; None with one run on a side."""
+        """The smallest difference that this number of runs with this spread finds, as (low, value, high) of its 95 %
+        interval; None with one run per side."""
         if not self.comparison.between_runs:
             return None
         return detectable_range(self.estimate, self.comparisons, self.confidence)
 
     def runs_needed(self, difference: float) -> int | None:
-        """Number of runs a side that find a difference of this size (0.02: 2 %); None if too many, or unknown."""
+        """Returns the number of runs per side that find a difference of this size (0.02: 2 %); None if too many, or
+        unknown."""
         if not self.comparison.between_runs:
             return None
         spread = self.comparison.spread(self.estimate)
         return runs_needed(spread, difference, self.comparison.paired, self.comparisons, self.confidence)
 
     def spread_of_runs(self) -> tuple[Levels, Levels]:
-        """The spread of A's and of B's runs, level by level."""
+        """Returns the spread of A's and of B's runs, level by level."""
         a, b = (levels(side.series, self.metric, side.machines) for side in (self.a, self.b))
         return a, b
 
@@ -118,7 +117,7 @@ class Terms:
     accept_blocked_order: bool = False
     """Give a verdict whatever the order of the runs and their machines."""
     reference: tuple[Path, Path] | None = None
-    """Runs of one program and configuration: beside A's, and beside B's."""
+    """Runs of one program and configuration, made alongside A's and alongside B's."""
 
 
 _USUAL = Terms()
@@ -140,7 +139,7 @@ def compare_paths(paths: Sequence[Path], terms: Terms = _USUAL) -> list[Result]:
 
 
 def compare_all(pairs: Sequence[tuple[str, Side, Side]], terms: Terms = _USUAL) -> list[Result]:
-    """Compares the (name, A, B) that are looked at together; p values are corrected for their number."""
+    """Compares each (name, A, B); p values are corrected for the number of all pairs."""
     results = [_compared(a, b, name, terms) for name, a, b in pairs]
     corrected = holm([result.p_value for result in results])
     return [
@@ -175,14 +174,14 @@ def _compared(a: Side, b: Side, name: str, terms: Terms) -> Result:
 
 
 def _noted(result: Result, terms: Terms) -> Result:
-    """Returns the result with its notes, and without the reasons against a verdict that the user accepts."""
+    """Returns the result with its notes, and without reasons against a verdict if the user accepts them."""
     accepted = result.confounded if terms.accept_blocked_order else ()
     result = replace(result, confounded=() if accepted else result.confounded)
     return replace(result, notes=[*notes_on(result, accepted)])
 
 
 def _difference(a: Side, b: Side, references: tuple[Side, Side] | None) -> Comparison:
-    """B over A; with references B over its own, less A over its own."""
+    """Returns B over A; with references, B over its reference less A over its reference."""
     if references is None:
         return compare_in_order(a, b)
     old, new = references
@@ -190,7 +189,7 @@ def _difference(a: Side, b: Side, references: tuple[Side, Side] | None) -> Compa
 
 
 def _clock(of_clock: Comparison, comparison: Comparison) -> Estimate:
-    """Returns the estimate of the time by the clock. One run has one such time: the error is then that of its mean
+    """Returns the estimate of the time by the clock. One run has a single such time, so its error is that of the mean
     latency."""
     found, of_mean = of_clock.estimates["mean"], comparison.estimates["mean"]
     return found if comparison.between_runs else replace(found, error=of_mean.error, freedom=of_mean.freedom)
@@ -203,8 +202,7 @@ def _clocked(*sides: Side) -> tuple[Side, Side]:
 
 
 def _over_reference(side: Side, reference: Side) -> Comparison:
-    """Returns the comparison of a side with its reference; no difference, without error, where both are the same
-    runs."""
+    """Returns the comparison of a side with its reference; no difference, without error, if both are the same runs."""
     if side.keys and set(side.keys) == set(reference.keys):
         n = len(side.series)
         return Comparison(
@@ -228,7 +226,7 @@ def _check_references(references: tuple[Side, Side]) -> None:
     found += [name for name in configured if old.settings.get(name) != new.settings.get(name)]
     if found:
         raise ValueError(
-            f"--reference: {old.label} and {new.label} must be runs of one commit and configuration, and differ in "
+            f"--reference: {old.label} and {new.label} must be runs of one commit and configuration, but differ in "
             f"{', '.join(found)}: `dlrm-bench rerun {old.label}` makes such runs"
         )
 
@@ -244,7 +242,7 @@ def _compare_ladders(paths: Sequence[Path], a: dict[str, Side], b: dict[str, Sid
     alone = [name for name in a | b if name not in shared]
     if not alone:
         return results
-    note = f"rungs that one of the ladders alone has are left out: {', '.join(alone)}"
+    note = f"rungs that only one of the ladders has are left out: {', '.join(alone)}"
     return [replace(result, notes=[*result.notes, note]) for result in results]
 
 
@@ -280,13 +278,13 @@ def _differences(a: Side, b: Side) -> Iterator[str]:
         yield f"{name} differs: {_brief(left)} in {a.label}, {_brief(right)} in {b.label}"
     shared = set(a.keys) & set(b.keys)
     if shared:
-        yield f"{len(shared)} runs are on both sides, and equal themselves: {a.label}, {b.label}"
+        yield f"{len(shared)} runs are on both sides, and are compared with themselves: {a.label}, {b.label}"
     yield from a.warnings
     yield from b.warnings
 
 
 def _where_they_differ(left: list[Any], right: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the values of a setting on both sides; of a setting with fields, the different fields only."""
+    """Returns the values of a setting on both sides; of a setting with fields, only the fields that differ."""
     if not all(len(values) == 1 and isinstance(values[0], dict) for values in (left, right)):
         return left, right
     names = [name for name in left[0] | right[0] if left[0].get(name) != right[0].get(name)]

@@ -24,22 +24,22 @@ def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
     if result.verdict == NO_VERDICT:
         yield f"no verdict: {WAY_OUT}"
     if accepted:
-        yield f"{ACCEPT}: a verdict in spite of differences: {'; '.join(accepted)}"
+        yield f"{ACCEPT}: a verdict despite differences other than the program: {'; '.join(accepted)}"
     if result.references is not None:
         old, new = (side.label for side in result.references)
         yield (
-            f"the verdict is on the difference of differences: B over {new}, less A over {old}. It takes for granted "
-            "that what changed between the sittings changed A's program and the reference by the same factor"
+            f"the verdict is about the difference of differences: B over {new}, less A over {old}. It assumes that "
+            "changes between the sittings affected A's program and the reference by the same factor"
         )
     if result.per_sample:
         yield (
-            "the batch sizes differ, so the verdict is about samples per second: elapsed time, by the clock, over "
-            "samples; times of an iteration stand beside it without one"
+            "the batch sizes differ, so the verdict is about samples per second: samples over elapsed time, by the "
+            "clock; times per iteration are shown without a verdict"
         )
     if not comparison.between_runs:
         yield (
-            f"runs: {comparison.runs[0]} and {comparison.runs[1]}. With one run on a side it cannot be known how much "
-            "runs of the same program differ: the intervals describe these runs only and prove nothing about programs"
+            f"runs: {comparison.runs[0]} and {comparison.runs[1]}. One run per side does not show how much runs of the "
+            "same program differ: the intervals describe these runs only and prove nothing about programs"
         )
     else:
         if result.references is None:
@@ -47,9 +47,8 @@ def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
         yield from _notes_on_runs(result)
     if result.of_logs:
         yield (
-            "an MLPerf log gives the mean over a whole run, evaluations left out, and neither percentiles nor the "
-            "machine's state: both sides are compared by the clock, and whether the work was the same is for the "
-            "reader to judge"
+            "an MLPerf log has the mean over a whole run, without evaluations, but no percentiles and no state of the "
+            "machine: both sides are compared by the clock, and the reader must judge whether the work was the same"
         )
     for side in (a, b):
         if not side.mean_only:
@@ -57,7 +56,7 @@ def notes_on(result: "Result", accepted: Sequence[str]) -> Iterator[str]:
 
 
 def lucky(between: float, spread: tuple[Levels, Levels], paired: bool, freedom: float) -> float | None:
-    """Returns the spread of the metric that the runs' iterations explain, where the runs spread by far less; else None.
+    """Returns the spread of the metric that the runs' iterations explain if the runs differ by far less; else None.
 
     between: standard deviation of the runs' logarithms, or of their pairs' differences. spread: of A's and B's runs.
     """
@@ -76,7 +75,7 @@ def _notes_on_runs(result: "Result") -> Iterator[str]:
         yield f"{runs} that agree to the last digit do not show how much runs differ: {TOO_COARSE}"
     else:
         yield f"{runs} that differ like these {finds(result.detectable)}" + (
-            f"; one of the size seen here takes about {needed} a side"
+            f"; a difference of the size seen here takes about {needed} per side"
             if needed and needed > min(result.comparison.runs)
             else ""
         )
@@ -88,32 +87,32 @@ def _notes_on_runs(result: "Result") -> Iterator[str]:
         within = lucky(between, spread, result.comparison.paired, result.estimate.freedom)
         if within is not None and result.references is None and not result.estimate.too_coarse:
             yield (
-                f"runs agree better ({between:.2%}) than their own iterations let expect ({within:.2%}): "
-                "by luck, so that the interval may be too narrow; take more runs"
+                f"runs agree better ({between:.2%}) than their own iterations predict ({within:.2%}): by luck, so the "
+                "interval may be too narrow; take more runs"
             )
     several = sorted({machine for side in (result.a, result.b) for machine in side.machines})
     if len(several) > 1:
         yield (
-            f"runs on {len(several)} machines: the interval is about these machines, and other machines of the same "
+            f"runs on {len(several)} machines: the interval holds for these machines, and other machines of the same "
             "description may differ by more"
         )
 
 
 def _notes_on_windows(side: Side, alone: bool) -> Iterator[str]:
-    """Yields the defects of the timed windows of a side's runs: not steady, too short."""
+    """Yields defects of the timed windows of a side's runs: not steady, or too short."""
     drifts = [drift_within(run) for run in side.series]
     changes = [drift.change for drift in drifts if drift is not None and not drift.steady]
     if changes:
         yield (
-            f"{side.label}: {len(changes)} of {len(drifts)} runs were not steady: between parts of its timed "
+            f"{side.label}: {len(changes)} of {len(drifts)} runs were not steady: between parts of the timed "
             f"iterations the median changed by up to {max(changes, key=abs):+.1%}; a longer window (--min-time) tells "
             "more"
         )
     if alone and any(spread_of_log(run, "p50").too_short for run in side.series):
         yield (
-            f"{side.label}: the series is too short for its autocorrelation, and its interval may be too narrow: time "
+            f"{side.label}: the series is too short for its autocorrelation, so its interval may be too narrow: time "
             "more iterations"
         )
     short = [len(run) for run in side.series if len(run) < 100]
     if short:
-        yield f"{side.label}: p99 of a run of {min(short)} iterations is little more than its largest value"
+        yield f"{side.label}: p99 of a run of {min(short)} iterations is close to its maximum"

@@ -1,8 +1,8 @@
-"""The order and the machines of two sides' runs, and whether these alone could make a difference.
+"""The order and the machines of two sides' runs, and whether they alone could cause a difference.
 
-A verdict is about programs only if the machine's changes affect both sides alike, as they do with runs in turn. Where
-all runs of one side came first, or ran on another machine, a change in between looks like a difference: under a drift
-of 2 % a run, three runs after three of the same program are "different" in 96 to 100 % of tries.
+A verdict is about programs only if changes of the machine affect both sides alike, as they do with alternating runs. If
+all runs of one side came first, or ran on another machine, a change in between looks like a difference: with a drift of
+2 % per run, three runs followed by three of the same program are "different" in 96 to 100 % of tries.
 """
 
 from collections import Counter
@@ -19,11 +19,11 @@ from dlrm_bench.bench.stats.statistics import Comparison, compare, welch
 
 ACCEPT = "--accept-blocked-order"
 WAY_OUT = (
-    "a change between the runs of both sides would look like a difference. Run them in turn (A B B A), as "
-    "`dlrm-bench ladder` does; or name runs of one program beside both (--reference OLD NEW); or take the risk "
-    f"({ACCEPT})"
+    "a change of the machine between the runs of both sides would look like a difference. Alternate the runs "
+    "(A B B A), as `dlrm-bench ladder` does; or name runs of one program made alongside both (--reference OLD NEW); "
+    f"or take the risk ({ACCEPT})"
 )
-_DRIFT_LEFT = 0.5  # runs by which one side may come later in the mean, for pairs to be compared as such
+_DRIFT_LEFT = 0.5  # maximum mean lag of one side, in runs, for a comparison by pairs
 _BLOCK = 3  # runs of one side in a row that wander with the machine rather than each by itself
 
 
@@ -48,15 +48,15 @@ def compare_in_order(a: Side, b: Side) -> Comparison:
 
 
 def confounded(a: Side, b: Side) -> Iterator[str]:
-    """Yields differences between the sides beside the program, for which there is no verdict.
+    """Yields differences between the sides, other than the program, that rule out a verdict.
 
-    These are: machines that one side ran on more than the other, and runs in blocks: all of one side first, or so
-    unevenly that a linear drift, or one step, would alone pass the test. Two sides of the same runs do not differ.
+    These are: machines that one side ran on more than the other, and runs in blocks: all runs of one side first, or an
+    order so uneven that a linear drift or one step alone would pass the test. Two sides of the same runs do not differ.
     """
     if a.keys and set(a.keys) == set(b.keys):
         return
     if not a.finished or not b.finished:
-        yield f"{(b if a.finished else a).label} does not say when its runs ran, nor on which machine"
+        yield f"{(b if a.finished else a).label} states neither when its runs ran nor on which machine"
         return
     of_a, of_b = Counter(a.machines), Counter(b.machines)
     known = any(of_a) and any(of_b)
@@ -72,17 +72,17 @@ def confounded(a: Side, b: Side) -> Iterator[str]:
             f"all runs of {name} came before those of the other side ({first.finished[-1]}, then {second.finished[0]})"
         )
     elif not are_pairs(a, b) and _machine_alone_differs(order):
-        yield "the runs of one side came so much later than the other's that a drift or one step alone would differ"
+        yield "the runs of one side came so much later that a drift or one step alone would look like a difference"
 
 
 def notes_on_order(a: Side, b: Side) -> Iterator[str]:
-    """Yields notes for a reader on an order that allows a verdict."""
+    """Yields notes on an order of runs that allows a verdict."""
     order = _order(a, b)
     if _alternate(order) and not are_pairs(a, b):
         first = (a if drift_left(order) > 0 else b).label
         yield (
             f"the runs alternate, but {first} came first in most pairs: a drift of the machine would look like a "
-            "difference, so they are not compared pair by pair; swap every other pair (A B B A), as `dlrm-bench "
+            "difference, so runs are not compared in pairs; swap every other pair (A B B A), as `dlrm-bench "
             "ladder` does"
         )
     blocks = _blocks(order)
@@ -101,7 +101,7 @@ def _blocks(order: Sequence[int]) -> int:
 
 
 def _order(a: Side, b: Side) -> list[int]:
-    """Returns the sides of all runs, 0 for A and 1 for B, in the order in which they ended; empty where that is
+    """Returns the side of each run, 0 for A and 1 for B, in the order in which the runs ended; empty if that is
     unknown."""
     if not a.finished or not b.finished:
         return []
@@ -109,13 +109,13 @@ def _order(a: Side, b: Side) -> list[int]:
 
 
 def _alternate(order: Sequence[int]) -> bool:
-    """Whether each pair of runs that are neighbours in time has one run of each side."""
+    """Whether each successive pair of runs has one run of each side."""
     pairs = list(zip(order[::2], order[1::2], strict=False))
     return bool(pairs) and len(order) % 2 == 0 and all(first != second for first, second in pairs)
 
 
 def _machine_alone_differs(order: Sequence[int]) -> bool:
-    """Whether Welch's test would find a difference in times that change by a linear drift, or by one step at some
+    """Whether Welch's test would find a difference in times that have only a linear drift, or only one step at some
     run."""
     places = np.arange(len(order), dtype=np.float64)
     sides = [[side == which for side in order] for which in (0, 1)]

@@ -26,8 +26,8 @@ def repeating_flags(record: Record) -> tuple[list[str], int]:
     """Returns the flags of launch/dlrm.py that repeat a record's run, from its configuration, and its number of
     processes.
 
-    ValueError if the run was one of several nodes, or of a preset that this version does not know, or if its
-    configuration has a value that no run can have.
+    ValueError if the run used several nodes, if this version does not know its preset, or if its configuration has an
+    invalid value.
     """
     config = record.run["config"]
     check_config(record.folder / RUN_JSON, config)
@@ -41,7 +41,7 @@ def repeating_flags(record: Record) -> tuple[list[str], int]:
 
 
 def _flags(usual: Mapping[str, Any], config: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yields a flag for each field that differs from its usual value."""
+    """Yields a flag for each field that differs from its default."""
     for name, value in config.items():
         flag = prefix + name.replace("_", "-")
         if name in _NOT_REPEATED or value == usual.get(name):

@@ -1,4 +1,4 @@
-"""Sides of a comparison: runs of the same thing, read from records, ladders or MLPerf logs."""
+"""Sides of a comparison: runs of one program, read from records, ladders or MLPerf logs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,62 +27,62 @@ from dlrm_bench.dlrm.benchmarks import BENCHMARKS
 from dlrm_bench.dlrm.data.paths import why_not
 
 REFERENCE_LOGS = "seed*.log"
-"""Names of the logs that MLPerf's reference publishes with its convergence points, a folder for each batch size."""
+"""Names of the logs that MLPerf publishes with its reference's convergence points, one folder per batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One side of a comparison: runs of the same thing, in the order in which they ran."""
+    """One side of a comparison: runs of one program, in the order in which they ran."""
 
     label: str
     series: list[np.ndarray]
-    """Latencies of each run [n], slowest rank, warm-up left out; of an MLPerf log the mean alone, [1]."""
+    """Latencies of each run [n], slowest rank, without warm-up; only the mean of an MLPerf log, [1]."""
     clock_ms: list[float]
-    """Elapsed milliseconds an iteration of each run, by the clock: what samples a second follow from."""
+    """Elapsed milliseconds per iteration of each run, by the clock: the basis of samples per second."""
     finished: list[str]
     """Time at which each run ended, as sortable text; empty where it is unknown, as in MLPerf logs."""
     machines: list[str]
-    """Machine of each run; one for all in MLPerf logs, which do not name it."""
+    """Machine of each run; the same for all MLPerf logs, which do not name it."""
     settings: dict[str, list[Any]]
-    """The distinct values, over the runs, of settings that should be equal; unknown values are left out."""
+    """The distinct known values, over the runs, of settings that should be equal."""
     global_batch_size: int | None
     mean_only: bool
     """Whether only the mean latency is known, as in MLPerf logs."""
     warnings: list[str]
     confidence: float = CONFIDENCE
-    """Confidence of intervals about this side: larger where the number of runs followed from their spread."""
+    """Confidence of intervals about this side: higher if the spread of the runs determined their number."""
     programs: Sequence[Mapping[str, str | None]] = ()
-    """The distinct programs of the runs: source, pipeline and its options; none of MLPerf logs."""
+    """The distinct programs of the runs: source, pipeline and its options; empty for MLPerf logs."""
     keys: Sequence[tuple[str, str, str]] = ()
     """Identity of each run, equal for its copies; empty for MLPerf logs."""
     unknown: Sequence[str] = ()
     """Fields that --strict requires and records lack."""
     power_w: float | None = None
-    """Watts of a GPU over the timed iterations, median of the runs; None where no record says."""
+    """Power of a GPU over the timed iterations in watts, median over the runs; None if no record has it."""
     sm_clock_mhz: float | None = None
-    """Clock of the SMs then, median of the runs."""
+    """SM clock over the timed iterations, median over the runs."""
     logs: Sequence[MLPerfRun] = ()
     """All runs of MLPerf logs, also those without a latency; empty for records."""
 
     def metrics(self) -> dict[Metric, float]:
-        """Geometric mean over the runs of each known metric, in milliseconds."""
+        """Returns the geometric mean over the runs of each known metric, in milliseconds."""
         metrics = mean_statistics(self.series)
         return {"mean": metrics["mean"]} if self.mean_only else metrics
 
     def by_clock(self) -> float:
-        """Elapsed milliseconds an iteration, geometric mean over the runs."""
+        """Returns elapsed milliseconds per iteration, geometric mean over the runs."""
         return float(np.exp(np.mean(np.log(self.clock_ms))))
 
     def shortest_s(self) -> float:
-        """Seconds of timed iterations of the run that has the fewest."""
+        """Returns the timed seconds of the run with the fewest."""
         return min(len(run) * ms for run, ms in zip(self.series, self.clock_ms, strict=True)) / 1000
 
 
 def read_side(path: Path) -> Side:
-    """Reads a side: a record, a folder of records, a ladder's rung (LADDER/RUNG), an MLPerf log or a folder of such.
+    """Reads a side: a record, a folder of records, a ladder's rung (LADDER/RUNG), an MLPerf log or a folder of logs.
 
-    A rung of a ladder that was interrupted, or still runs, is a side too, of the runs that have ended. ValueError,
-    naming the file, if it is missing, damaged or of another kind.
+    A rung of an interrupted or running ladder is a side with the finished runs. ValueError, naming the file, if it is
+    missing, damaged or of another kind.
     """
     path = _in_ladder(path)
     if path.is_file():
@@ -99,7 +99,7 @@ def read_side(path: Path) -> Side:
     rungs = members_of(path)
     if rungs is not None:
         raise ValueError(
-            f"{path} is a ladder, and only two ladders are compared with each other: name one of its rungs, such as "
+            f"{path} is a ladder, which compares only with another ladder: name one of its rungs, such as "
             f"{path / next(iter(rungs))} (it has {', '.join(rungs)})"
         )
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
@@ -119,25 +119,26 @@ def read_side(path: Path) -> Side:
     logs = sorted(path.glob("result_*.txt")) or sorted(path.glob(REFERENCE_LOGS))
     if logs:
         return _side_of_logs(str(path), [run for log in logs for run in read_mlperf_log(log)])
-    raise ValueError(f"{path} holds neither {RUN_JSON} nor folders with one nor result_*.txt: name a record or a log")
+    raise ValueError(f"{path} holds no {RUN_JSON}, no folder with one and no result_*.txt: name a record or a log")
 
 
 def rungs_of(path: Path) -> dict[str, Side] | None:
-    """Returns the rungs of a ladder as sides, by their names; None if the folder is no ladder's.
+    """Returns the rungs of a ladder as sides, by name; None if the folder is not a ladder.
 
-    Of an interrupted ladder, the rungs with a run that has ended; ValueError if there is none.
+    Of an interrupted ladder, returns the rungs with a finished run; ValueError if there is none.
     """
     members = members_of(path)
     if members is None:
         return None
     begun = {name: _side_of_rung(path / name, members) for name, runs in members.items() if runs}
     if not begun:
-        raise ValueError(f"{path} was interrupted before a run had ended: {_resuming(path)}")
+        raise ValueError(f"{path} was interrupted before its first run ended: {_resuming(path)}")
     return begun
 
 
 def side_of_records(label: str, records: Sequence[Record], warnings: Sequence[str] = ()) -> Side:
-    """Returns a side made of records. ValueError if one has no latency, or if their global batch sizes differ."""
+    """Returns the side that the records make up. ValueError if one has no latency, or if their global batch sizes
+    differ."""
     for record in records:
         if record.run["host"] is not None:
             raise ValueError(
@@ -174,27 +175,25 @@ def first_run_of(path: Path) -> Path:
 
 
 def _in_ladder(path: Path) -> Path:
-    """Returns LADDER/RUNG for LADDER*/RUNG, which shells do not expand, because a rung is no folder."""
+    """Returns LADDER/RUNG for LADDER*/RUNG, which shells do not expand, because a rung is not a folder."""
     ladders = [] if path.exists() else glob(str(path.parent))
     return Path(ladders[0]) / path.name if len(ladders) == 1 else path
 
 
 def _side_of_rung(path: Path, members: dict[str, list[str]]) -> Side:
-    """Returns the side of a rung; members: those of its ladder, which is at path.parent."""
+    """Returns the side of a rung; members: ids of the runs by rung, of the ladder at path.parent."""
     if path.name not in members:
         raise ValueError(f"{path.parent} has no rung {path.name!r}: choose one of {', '.join(members)}")
     runs, cut = members[path.name], not (path.parent / LADDER_JSON).exists()
     if not runs:
-        raise ValueError(
-            f"{path.parent} was interrupted before a run of {path.name} had ended: {_resuming(path.parent)}"
-        )
+        raise ValueError(f"{path.parent} was interrupted before a run of {path.name} ended: {_resuming(path.parent)}")
     said = [f"{path.parent} was interrupted, and has {len(runs)} run(s) of {path.name}"] if cut else []
     side = side_of_records(str(path), [read_record(path.parent / member) for member in runs], said)
     return replace(side, confidence=AUTO_CONFIDENCE) if ended_by_precision(path.parent) else side
 
 
 def _resuming(ladder: Path) -> str:
-    return f"go on with dlrm-bench ladder --resume {ladder}"
+    return f"resume it with dlrm-bench ladder --resume {ladder}"
 
 
 def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
@@ -202,12 +201,12 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
     for run in runs:
         if run.benchmark is not None and run.known is None:
             raise ValueError(
-                f"{run.path} is a log of {run.benchmark}, another benchmark, whose iterations are other work: name "
+                f"{run.path} is a log of {run.benchmark}, another benchmark, whose iterations do other work: name "
                 f"logs of {' or '.join(b.name for b in BENCHMARKS if b.ruleset is not None)}"
             )
     if len(named) > 1:
         paths = " and ".join(f"{run.path} of {name}" for name, run in named.items())
-        raise ValueError(f"{label} holds logs of several benchmarks, {paths}: name those of one")
+        raise ValueError(f"{label} holds logs of several benchmarks, {paths}: name logs of one")
     usable = [run for run in runs if run.train_ms_per_iteration is not None and run.train_ms_per_iteration > 0]
     if not usable:
         raise ValueError(
@@ -225,8 +224,8 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
         global_batch_size=_one_batch_size(label, [run.global_batch_size for run in usable]),
         mean_only=True,
         warnings=[f"{path}: {lines} malformed lines" for path, lines in damaged.items()]
-        + [f"{run.path}: a run that is {run.status}" for run in runs if run.status != "success"]
-        + [f"{run.path}: does not say of which benchmark it is" for run in usable if run.benchmark is None],
+        + [f"{run.path}: the run's status is {run.status}" for run in runs if run.status != "success"]
+        + [f"{run.path}: does not name its benchmark" for run in usable if run.benchmark is None],
         logs=runs,
     )
 
@@ -237,10 +236,10 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _one_batch_size(label: str, sizes: Sequence[int | None]) -> int | None:
-    """Returns the batch size that all runs share; ValueError if they have several: no latency describes them."""
+    """Returns the batch size that all runs share. ValueError if they have several: no latency describes them."""
     found = different(sizes)
     if len(found) > 1:
         raise ValueError(
-            f"{label} holds runs of several global batch sizes ({', '.join(map(str, found))}): name those of one"
+            f"{label} holds runs of several global batch sizes ({', '.join(map(str, found))}): name runs of one"
         )
     return found[0] if found else None

@@ -60,7 +60,7 @@ def result_as_json(result: Result) -> dict[str, Any]:
 
 
 def throughput_ratio(result: Result) -> Ratio | None:
-    """Returns samples per second of B over those of A; None where a batch size is unknown."""
+    """Returns samples per second of B over those of A; None if a batch size is unknown."""
     a, b = result.a.global_batch_size, result.b.global_batch_size
     if not a or not b:
         return None
@@ -68,8 +68,8 @@ def throughput_ratio(result: Result) -> Ratio | None:
 
 
 def result_table(result: Result) -> Table:
-    """Returns the result as a table. A word stands in the row of the verdict, and in no other: rows that each say
-    'faster' by themselves do so in up to 16 % of comparisons of a program with itself."""
+    """Returns the result as a table. Only the row of the verdict has a word: if each row said 'faster' on its own, up
+    to 16 % of comparisons of a program with itself would have one."""
     title = f"Latency of an iteration\nA = {result.a.label}\nB = {result.b.label}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("latency, ms", "A", "B", "times as fast", _interval(result), "B is"):
@@ -97,7 +97,8 @@ def result_table(result: Result) -> Table:
 
 
 def rungs_table(results: Sequence[Result]) -> Table:
-    """Returns a table of the rungs of two ladders side by side; '~' where nothing is proven, all rungs considered."""
+    """Returns a table of the rungs of two ladders side by side; '~' if no difference is proven, corrected for all
+    rungs."""
     a, b = (label.rpartition("/")[0] for label in (results[0].a.label, results[0].b.label))
     title = f"Latency of an iteration, median\nA = {a}\nB = {b}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -123,14 +124,14 @@ def verdict_in_words(result: Result) -> str:
     if not result.comparison.between_runs:
         alone = result.estimate.verdict(result.confidence)
         these = alone if alone != UNPROVEN else "not distinguishable"
-        return f"no difference proven: too few runs. Of these runs alone, B's were {these}: {text}"
+        return f"no difference proven: too few runs. Among these runs alone, B's were {these}: {text}"
     if result.verdict == NO_VERDICT:
         return f"no verdict, B was {text}: {'; '.join(result.confounded)}"
     if result.estimate.too_coarse:
         return f"no difference proven: the timings are too coarse, as runs agree to the last digit; B was {text}"
     if result.verdict == UNPROVEN and result.estimate.verdict(result.confidence) != UNPROVEN:
         return (
-            f"no difference proven: the interval leaves out 1, but {result.comparisons} comparisons were looked at "
+            f"no difference proven: the interval excludes 1, but {result.comparisons} comparisons were made "
             f"(p = {result.p_value:.3f} after Holm); B was {text}"
         )
     if result.verdict == UNPROVEN:
@@ -151,7 +152,7 @@ def _throughput(side: Side) -> float:
 
 
 def _said(result: Result) -> str:
-    """Returns the proven difference in words, all comparisons considered."""
+    """Returns the proven difference in words, corrected for all comparisons."""
     return "~" if result.verdict == UNPROVEN else result.verdict
 
 

@@ -26,13 +26,13 @@ from dlrm_bench.dlrm.runtime.command_line import told_to_torchrun
 from dlrm_bench.dlrm.runtime.ranks import RESTARTS, Ranks
 
 _KEY = f"dlrm/abort/{RESTARTS}"
-# SIGBUS repeats in a thread that reads a mapped file which was cut short, for as long as the process lives; the
-# expansion of 1-hot ids reads such a file without Python's interpreter lock, so other threads run on.
+# A thread that reads a mapped file which was cut short gets SIGBUS again and again for as long as the process lives;
+# the expansion of 1-hot ids reads such a file without Python's interpreter lock, so other threads continue.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS)
 _FOREVER = timedelta(days=3650)
-# Seconds within which an error of every rank, such as bad input, reaches each of them by itself: then every rank prints
-# the error and ends with the right status. A rank whose collective broke waits as long for a peer's reason: the end of
-# a peer closes its connections, and its announcement comes before.
+# Seconds within which an error of every rank, such as bad input, is raised on each of them: then every rank prints the
+# error and ends with the right status. A rank whose collective broke waits as long for a peer's reason: a peer
+# announces its reason before its end closes its connections.
 _GRACE_S = 2.0
 
 
@@ -76,7 +76,7 @@ class AbortWatch:
         self._left.set()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
-            # None: one in C, as that of PYTHONFAULTHANDLER for SIGBUS, which Python cannot put back.
+            # None: a handler in C, such as PYTHONFAULTHANDLER's for SIGBUS, which Python cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._writer.close()  # ends the signal thread
 
@@ -126,7 +126,7 @@ class AbortWatch:
             print(f"rank {self._ranks.rank}: {reason}", file=sys.stderr, flush=True)
             told_to_torchrun(f"rank {self._ranks.rank}: {reason}")
             self._on_abort()
-        except Exception:  # such as a full disk: a rank that is told to end ends, and says so to the others
+        except Exception:  # such as a full disk: the rank ends all the same, and tells the others
             traceback.print_exc()
         finally:
             if announce:
@@ -139,13 +139,13 @@ def _unreadable_map() -> str:
     any."""
     for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
         addresses, access, offset, _, _, *path = line.split(maxsplit=5)
-        # Nobody reads a map without access: such are gaps between the parts of a shared library, often past its end.
+        # Maps without access are never read: they are gaps between the parts of a shared library, often past its end.
         if path and access.startswith("r") and os.path.isfile(path[0]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             size, last_page = os.stat(path[0]).st_size, int(offset, 16) + end - start - os.sysconf("SC_PAGE_SIZE")
             if size <= last_page:
-                return f"{path[0]} is truncated, it has {size} bytes and was longer when it was mapped: make it again"
-    return "memory that a file backs cannot be read: check the disk, and that /dev/shm is not full"
+                return f"{path[0]} is truncated, it has {size} bytes and was longer when mapped: create it again"
+    return "file-backed memory cannot be read: check the disk, and that /dev/shm is not full"
 
 
 def _launcher() -> int | None:
@@ -155,7 +155,7 @@ def _launcher() -> int | None:
         return None
     try:
         return os.pidfd_open(os.getppid())
-    except OSError:  # a kernel or a container that does not know it
+    except OSError:  # a kernel or a container that does not support it
         return None
 
 
@@ -165,6 +165,6 @@ def _of_a_collective(error: BaseException) -> bool:
 
 
 def connect_store() -> TCPStore:
-    """Returns another client of the process group's store: a blocked wait would hold the group's own."""
+    """Returns another client of the process group's store: a blocked wait would block the group's own client."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, wait_for_workers=False)

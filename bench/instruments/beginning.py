@@ -1,8 +1,8 @@
 """Ends a rank that hangs before its training: from its first line until bench/instruments/stall.py takes over.
 
-A rank that was stopped while it imports, a file system that does not answer, a torchrun that was killed: the other
-ranks would wait for it in init_process_group, which knows nothing of --stall-timeout, and nobody would end them. A
-thread looks once a second. It needs only Python's own modules, so that it runs before the imports that take seconds.
+A rank may be stopped during its imports, a file system may not answer, a torchrun may be killed. The other ranks would
+wait in init_process_group, which ignores --stall-timeout, and nothing would end them. A thread checks once per second.
+It needs only Python's own modules, so that it runs before the imports that take seconds.
 """
 
 import os
@@ -19,7 +19,7 @@ FACTOR = 10
 """A step before the training may take this many times --stall-timeout: kernels are compiled, graphs captured, batches
 drawn."""
 _LEAST_BYTES = 1 << 20
-"""Bytes read or written between two looks that count as progress, in a step whose time depends on the size of its
+"""Bytes read or written between two checks that count as progress, in a step whose time depends on the size of its
 files."""
 
 
@@ -30,7 +30,7 @@ def _exit(reason: str) -> None:
 
 def _is_init(parent: int) -> bool:
     """Whether `parent` is an init process, which adopts a process whose torchrun ended before the first line ran. A
-    Python program of the same user is torchrun itself, also as a container's first process."""
+    Python program of the same user is torchrun itself, even as a container's first process."""
     try:
         return parent == 1 and "python" not in Path("/proc/1/exe").readlink().name
     except PermissionError:  # another user's
@@ -40,7 +40,7 @@ def _is_init(parent: int) -> bool:
 
 
 class Beginning:
-    """The present step of this rank before its training, and its deadline."""
+    """The current step of this rank before its training, and its deadline."""
 
     def __init__(self) -> None:
         self._started = False
@@ -51,14 +51,14 @@ class Beginning:
         self._end: Callable[[str], None] = _exit
 
     def watch(self) -> None:
-        """Starts to watch, on a rank that a launcher has started; elsewhere does nothing."""
+        """Starts the watch on a rank that a launcher has started; does nothing elsewhere."""
         if "RANK" in os.environ and not self._started:
             self._started, self._since = True, time.monotonic()
             parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
             threading.Thread(target=self._watch, args=(parent,), name="beginning-watch", daemon=True).start()
 
     def allow(self, stall_timeout_s: float | None) -> None:
-        """Sets the timeout of --stall-timeout; None: a step may take any time."""
+        """Sets the timeout of --stall-timeout; None lets a step take any time."""
         self._timeout_s = stall_timeout_s
 
     def now(self, doing: str, by_bytes: bool = False) -> None:
@@ -67,7 +67,7 @@ class Beginning:
         self._doing, self._by_bytes, self._since = doing, by_bytes, time.monotonic()
 
     def ends_by(self, end: Callable[[str], None]) -> None:
-        """Has `end`, which takes the reason, end the process in place of an exit at once."""
+        """Makes `end`, which takes the reason, end the process, instead of an immediate exit."""
         self._end = end
 
     def over(self) -> None:
@@ -82,7 +82,7 @@ class Beginning:
             now, bytes_now = time.monotonic(), _bytes_moved()
             if parent is not None and os.getppid() != parent:
                 self._end("its torchrun was killed")
-            # This process itself was stopped, or an import held the interpreter's lock; or a file is still read.
+            # This process was stopped, or an import held the interpreter's lock; or a file is still being read.
             if now - looked > 3 * _PERIOD_S or (self._by_bytes and bytes_now - moved >= _LEAST_BYTES):
                 self._since = now
             looked, moved = now, bytes_now

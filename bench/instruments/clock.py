@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 MAX_LIVE_MARKS = 4096
-"""Number of unread marks in a stretch. The GPU lags the host by far fewer iterations, so it has passed the oldest mark
-long before that is read."""
+"""Maximum number of unread marks in a stretch. The GPU lags the host by far fewer iterations, so it has passed the
+oldest mark long before that mark is read."""
 
 _TRIES = 10
 """Number of attempts to read times while the training's thread continues."""
@@ -109,18 +109,19 @@ class IterationClock:
         return self._started if self._marks else 0
 
     def local_ms(self) -> np.ndarray:
-        """Latencies on this rank: float32 [iterations], milliseconds."""
+        """Returns the latencies on this rank: float32 [iterations], milliseconds."""
         assert not self._marks, "local_ms() within a stretch: pause() first"
         return np.array(self._ms, dtype=np.float32)
 
     def so_far_ms(self) -> np.ndarray:
-        """Latencies on this rank that are available without waiting for the device: float32 [iterations], milliseconds.
+        """Returns the latencies on this rank that are available without waiting for the device: float32 [iterations],
+        milliseconds.
 
         For a thread that ends a run whose own thread may be blocked anywhere, or may continue meanwhile.
         """
         for _ in range(_TRIES):
             read = self._started, len(self._ms)  # changes before a mark is used again
-            marks, iterations = list(self._marks), self._iterations  # no other thread runs in a copy
+            marks, iterations = list(self._marks), self._iterations  # no other thread runs during a copy
             known = array("f", self._ms)
             # A mark that is being read is in neither list or in both; the last lap may not be counted yet.
             if len(known) + max(0, len(marks) - 1) - iterations in (0, 1):
@@ -128,22 +129,22 @@ class IterationClock:
                 if read == (self._started, len(self._ms)):
                     return np.array(known, dtype=np.float32)
             time.sleep(1e-3)
-        return np.array(array("f", self._ms), dtype=np.float32)  # while NumPy reads an array, it cannot grow
+        return np.array(array("f", self._ms), dtype=np.float32)  # an array cannot grow while NumPy reads it
 
     @staticmethod
     def _passed_ms(marks: Sequence[_Mark]) -> Iterator[float]:
         """Yields the times between marks up to the first that the device has not passed."""
-        with contextlib.suppress(RuntimeError):  # of a device that is in error
+        with contextlib.suppress(RuntimeError):  # from a device in an error state
             for before, mark in itertools.pairwise(marks):
                 if not mark.query():
                     return
                 yield before.elapsed_time(mark)
 
     def gather_ms(self) -> np.ndarray:
-        """Latencies on all ranks: float32 [ranks, iterations], milliseconds.
+        """Returns the latencies on all ranks: float32 [ranks, iterations], milliseconds.
 
-        A collective call: every rank makes it and gets the whole array. One row without a process group. The latency
-        of an iteration is that of its slowest rank: see slowest_rank of bench/stats/statistics.py.
+        Collective: every rank calls it and gets the whole array. One row without a process group. The latency of an
+        iteration is that of its slowest rank: see slowest_rank of bench/stats/series.py.
         """
         local = self.local_ms()
         if not dist.is_initialized():

@@ -13,8 +13,8 @@ class NonFiniteError(ValueError):
     """A number is not finite: all pipelines leave all weights unchanged from then on."""
 
     def __init__(self, message: str, known: list[float], whole: int | None) -> None:
-        """known: all losses read so far, of later iterations included. whole: the number of iterations whose updates
-        the weights hold; None where they hold a part of an iteration's update."""
+        """known: all losses read so far, including those of later iterations. whole: the number of iterations whose
+        updates the weights hold; None if they hold a part of an iteration's update."""
         super().__init__(message)
         self.known, self.whole = known, whole
 
@@ -27,10 +27,10 @@ class NonFiniteError(ValueError):
 
     @classmethod
     def of_tensors(cls, names: list[str], first: int, last: int, known: list[float]) -> "NonFiniteError":
-        """first, last: the iterations since the last look, counted from 1."""
+        """first, last: the iterations since the last check, counted from 1."""
         return cls(
-            f"not finite in iteration {first} to {last}, with finite losses: {', '.join(names)}. The run stops: no "
-            "weight has become anything that is not finite, and from the next iteration on none has changed",
+            f"not finite in iteration {first} to {last}, with finite losses: {', '.join(names)}. The run stops: all "
+            "weights are finite, and unchanged from the next iteration on",
             known,
             None,
         )
@@ -59,8 +59,8 @@ class LossHistory:
         self._in_flight: tuple[Tensor, int, torch.cuda.Event | None] | None = None
         self._values: list[float] = []
         if device.type == "cuda":
-            # An average sets up kernels, communicator and pinned memory: in the training the first would be an
-            # iteration of 12 to 19 ms (4 x H200).
+            # The first average sets up kernels, communicator and pinned memory: in training it would be an iteration of
+            # 12 to 19 ms (4 x H200).
             self._pending = [torch.zeros((), device=device) for _ in range(interval)]
             self._average()
             self._receive()

@@ -1,7 +1,7 @@
 """Progress bars without cost to a measurement.
 
 A bar is drawn when the program asks for it and never in between: no thread takes Python's interpreter lock or a core
-from the timed loop. Nothing is drawn where stderr is not a terminal, as under torchrun's --tee or in a batch job.
+from the timed loop. Nothing is drawn if stderr is not a terminal, as under torchrun's --tee or in a batch job.
 """
 
 import sys

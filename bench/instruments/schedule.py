@@ -22,24 +22,24 @@ class Schedule:
 
     global_batch_size: int
     iterations: int
-    """Number of iterations; of a run by time, those before its first look at the clock."""
+    """Number of iterations; in a run by time, the number before its first check of the clock."""
     evaluate_every: int | None
-    """None where the run has no target."""
+    """None if the run has no target."""
     first_evaluation: int = 0
-    """No evaluation follows an iteration before this one."""
+    """First iteration that an evaluation may follow."""
     evaluates_last: bool = True
     """Whether a run with a target evaluates after its last iteration, whatever the cadence."""
     iterations_per_epoch: float
     """Iterations of an epoch, not rounded: MLPerf's epoch_num is samples seen over train samples. Random batches have
-    no end: their epoch is the samples that the run is to see, and in a run by time a thousand iterations."""
+    no end: their epoch is the planned number of samples, and in a run by time a thousand iterations."""
     most: int = 1 << 40
     """Largest number of iterations that the data allow."""
     min_time_s: float | None = None
-    """Seconds that the iterations after the warm-up take at least, in a run by time."""
+    """Minimum seconds of the iterations after the warm-up, in a run by time."""
     max_time_s: float | None = None
-    """Time up to which such a run goes on until they are steady; None where it ends in any case."""
+    """Maximum seconds for which such a run continues until it is steady; None if it ends in any case."""
     warmup_time_s: float = 0.0
-    """Time that the warm-up of such a run takes at least."""
+    """Minimum seconds of the warm-up of such a run."""
     first: int = 0
     """Number of iterations of the checkpoint that the run resumes."""
 
@@ -49,9 +49,9 @@ class Schedule:
         return self.iterations if self.min_time_s is None else self.most
 
     def resumed(self, first: int) -> "Schedule":
-        """Returns the schedule of a run that resumes after `first` iterations; one by time takes its whole time again.
+        """Returns the schedule of a run that resumes after `first` iterations; a run by time takes its time again.
 
-        ValueError where a run to a target would end before its next evaluation.
+        ValueError if a run to a target would end before its next evaluation.
         """
         if self.min_time_s is not None:
             return replace(self, first=first, iterations=min(first + self.iterations, self.most))
@@ -65,12 +65,12 @@ class Schedule:
         return replace(self, first=first)
 
     def epoch_num(self, iteration: int) -> float:
-        """Fraction of the epoch that `iteration` iterations have seen."""
+        """Returns the fraction of the epoch after `iteration` iterations."""
         return iteration / self.iterations_per_epoch
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Whether an evaluation follows an iteration: at the cadence from the first one on, and, where the benchmark's
-        rules allow it, after the last iteration whatever the cadence."""
+        """Whether an evaluation follows an iteration: at the cadence from the first evaluation on, and, if the
+        benchmark's rules allow it, after the last iteration."""
         if self.evaluate_every is None:
             return False
         if iteration == self.iterations and self.evaluates_last:
@@ -78,9 +78,9 @@ class Schedule:
         return iteration >= self.first_evaluation and iteration % self.evaluate_every == 0
 
     def warmup_of(self, latencies_ms: np.ndarray, warmup: int) -> int:
-        """Number of first iterations, of a run with the latencies [n], that are not timed.
+        """Returns the number of first iterations that are not timed, in a run with the latencies [n].
 
-        It is `warmup`, and in a run by time as many as the warm-up's time takes, if that is more; above n where that
+        It is `warmup`, or in a run by time the number that the warm-up's time takes, if that is larger; above n if that
         time has not passed.
         """
         if self.min_time_s is None or self.warmup_time_s == 0:
@@ -92,10 +92,10 @@ class Schedule:
         """Returns the number of iterations that a run by time still lacks, given its own `latencies_ms` [n]; 0 in other
         runs, and when complete.
 
-        warmup: iterations of the warm-up, whatever their time. As many as the remaining time has room for at the median
-        speed of the later half of them, and 5 % more, so that one look at the clock in the warm-up nearly always
-        suffices: what is timed is then one stretch. A run that is not steady goes on for half as long again, so that
-        what it began with becomes less of the whole.
+        warmup: iterations of the warm-up, whatever their time. The number fills the remaining time at the median speed
+        of the later half of the iterations, plus 5 %, so that one check of the clock in the warm-up nearly always
+        suffices: the timed iterations are then one stretch. A run that is not steady continues for half as long again,
+        so that its beginning weighs less.
         """
         if self.min_time_s is None:
             return 0
@@ -115,7 +115,7 @@ class Schedule:
 
 
 def _steady(latencies_ms: np.ndarray) -> bool:
-    """Whether a series [n] is known to be steady: False of one that is too short for the test."""
+    """Whether a series [n] is known to be steady: False if it is too short for the test."""
     drift = drift_within(latencies_ms)
     return drift is not None and drift.steady
 
@@ -123,17 +123,17 @@ def _steady(latencies_ms: np.ndarray) -> bool:
 def plan_schedule(
     config: RunConfig, train_samples: int | None, world_size: int, epoch_iterations: int | None = None
 ) -> Schedule:
-    """Returns the schedule of a run. ValueError, naming the flag, if the data set cannot fill the iterations asked for.
+    """Returns the schedule of a run. ValueError, naming the flag, if the data set cannot fill the requested iterations.
 
     train_samples: samples of one epoch; None for random batches. epoch_iterations: its number of global batches; by
-    default as many as the samples fill.
+    default the number that the samples fill.
     """
     global_batch_size = config.local_batch_size * world_size
     by_time = config.iterations is None and config.target_auc is None and config.min_time is not None
-    first_look = max(1, config.warmup_iterations // 2)  # in the middle of the warm-up: what is timed follows in one go
+    first_look = max(1, config.warmup_iterations // 2)  # in the middle of the warm-up: checks stop before timing
     if train_samples is None:
         iterations = first_look if by_time else config.iterations
-        assert iterations is not None  # RunConfig sees to it
+        assert iterations is not None  # RunConfig ensures it
         return Schedule(
             global_batch_size=global_batch_size,
             iterations=iterations,
@@ -178,8 +178,8 @@ def plan_schedule(
 
 
 def epoch_iterations(config: RunConfig, dataset: Dataset, ranks: Ranks) -> int | None:
-    """Returns the number of global batches of an epoch, where the data set knows it: fewer than its samples would fill,
-    where each of several parts leaves some out."""
+    """Returns the number of global batches of an epoch, if the data set knows it: fewer than its samples would fill if
+    each of several parts leaves some out."""
     if dataset.train_samples is None or dataset.train_samples < config.local_batch_size * ranks.world_size:
         return None
     batches = dataset.train_batches(ranks.rank, ranks.world_size, config.local_batch_size)
@@ -187,7 +187,7 @@ def epoch_iterations(config: RunConfig, dataset: Dataset, ranks: Ranks) -> int |
 
 
 def _require_an_evaluation(config: RunConfig, evaluations: Evaluations, iterations: int, by_time: bool) -> None:
-    """Raises ValueError where a run to a target would end before its first evaluation, and none follows its last
+    """Raises ValueError if a run to a target would end before its first evaluation, and no evaluation follows its last
     iteration."""
     if config.target_auc is None or by_time or evaluations.at_end or iterations >= evaluations.first:
         return

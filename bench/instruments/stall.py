@@ -1,8 +1,8 @@
 """Ends a run whose ranks make no progress: a process that was stopped, a file system that does not answer.
 
-The ranks of a training wait for one another, mostly in kernels or in C++, without end. A thread of each rank watches
-its training's progress. It costs the training nothing: it reads all that it tells others from outside, and the stage
-from the stack of the main thread.
+The ranks of a training wait for one another without limit, mostly in kernels or in C++. A thread of each rank watches
+the training's progress, at no cost to the training: it reads everything from outside, and the stage from the stack of
+the main thread.
 """
 
 import sys
@@ -19,7 +19,7 @@ from dlrm_bench.bench.instruments.abort import connect_store
 from dlrm_bench.dlrm.runtime.ranks import RESTARTS, Ranks
 
 _LOOKS = 12
-"""Number of looks within the timeout."""
+"""Number of checks within the timeout."""
 _FIRST = 10
 """The first iterations may take this many times the timeout: kernels are compiled, graphs captured, batches drawn."""
 _SAVES = "saves a checkpoint"
@@ -43,14 +43,14 @@ class _Report:
     """A rank's report about itself."""
 
     looks: int
-    """Grows for as long as the process runs."""
+    """A number that grows for as long as the process runs."""
     progress: int
     iteration: int
     stage: str
 
 
 class StallWatch:
-    """Context manager around a training. Ends this rank where no rank has progressed for `timeout_s`.
+    """Context manager around a training. Ends this rank if no rank has progressed for `timeout_s`; None does nothing.
 
     A rank may wait as long as another one progresses, for example with its part of a checkpoint.
     """
@@ -63,8 +63,8 @@ class StallWatch:
         end: Callable[[str], None],
     ) -> None:
         """progress: returns a number that grows as the training progresses, and its iteration; for any thread. end:
-        ends the process with a reason; None does nothing. Another rank's is made before this one's __enter__: a barrier
-        lies between."""
+        ends the process with a reason. All ranks construct their watch before any rank enters it: a barrier lies
+        between."""
         self._ranks, self._timeout_s, self._progress, self._end = ranks, timeout_s, progress, end
         self._over = threading.Event()
         self._looks, self._of_all = 0, 0

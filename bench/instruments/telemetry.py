@@ -1,8 +1,8 @@
 """The state of the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
 
-One thread a rank queries NVML for its own GPU, after the warm-up a hundred times a second, then ever less often down to
-twice: a window of 0.2 s has ten samples too. A query takes microseconds, and neither waits for the GPU nor holds
-Python's interpreter lock.
+One thread per rank queries NVML for its GPU: a hundred times per second after the warm-up, then ever less often down to
+twice per second, so that even a window of 0.2 s has ten samples. A query takes microseconds, and neither waits for the
+GPU nor holds Python's interpreter lock.
 """
 
 import gc
@@ -36,7 +36,7 @@ CLOCK_JUMP_S = 1.0
 """A difference of this many seconds is a jump of the wall clock: NTP's largest steady correction, 500 ppm, takes half
 an hour for it."""
 
-# nvml.h, nvmlClocksEventReasons: the reasons that slow a GPU down against its will.
+# nvml.h, nvmlClocksEventReasons: the reasons that throttle a GPU.
 THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -52,10 +52,10 @@ class Samples:
 
     states: list[tuple[int, GpuState]] = field(default_factory=list)
     stretches: list[int] = field(default_factory=list)
-    """Stretch of iterations in which each state was seen, 0 in an evaluation; empty where all are of one stretch."""
+    """Stretch of iterations in which each state was seen, 0 in an evaluation; empty if all are of one stretch."""
     gc_iterations: list[int] = field(default_factory=list)
     gpu: str | None = None
-    """UUID of the GPU; None where NVML does not know."""
+    """UUID of the GPU; None if NVML does not report it."""
     clock_jump_s: float = 0.0
 
 
@@ -94,11 +94,11 @@ class RunMonitor:
             self._thread.join(timeout=10)  # a driver that hangs must not hang the run
 
     def gather(self, warmup: int | None = None) -> Telemetry:
-        """The telemetry of all ranks, on every rank. Collective, after the loop.
+        """Returns the telemetry of all ranks, on every rank. Collective, after the loop.
 
-        warmup: iterations that were not timed, where they turned out to be others than was said before.
+        warmup: number of iterations that were not timed, if it differs from the one given before.
         """
-        # The loop begins with a collection, and Python may catch up on one after its end: neither cost it any time.
+        # The loop begins with a collection, and Python may make another one after its end: neither cost the loop time.
         within = [i for i in self._samples.gc_iterations if 0 < i < self._clock.iterations]
         self._samples.gc_iterations = within
         ranks: list[Any] = [self._samples]
@@ -165,12 +165,12 @@ def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, Gp
 
 
 def _joules_per_iteration(gpus: Sequence[Samples], warmup: int) -> float | None:
-    """Returns the energy of all GPUs for an iteration, in joules, by their energy counters; None where a GPU has none,
-    or where a counter changed too seldom.
+    """Returns the energy of all GPUs per iteration, in joules, by their energy counters; None if a GPU has no counter,
+    or if a counter changed too seldom.
 
-    Of each stretch of iterations, from the first sample that saw a counter change to the last such sample: a counter
-    changes ten times a second, and its value in between is up to 0.1 s old. Energy of evaluations between stretches is
-    left out.
+    In each stretch of iterations it counts from the first sample that saw a counter change to the last such sample: a
+    counter changes ten times per second, and its value in between is up to 0.1 s old. Energy of evaluations between
+    stretches is left out.
     """
     total = 0.0
     for samples in gpus:
@@ -198,7 +198,7 @@ def _by_stretch(samples: Samples, warmup: int) -> list[list[tuple[int, float]]]:
 
 
 def _clock_jump_s(ranks: Sequence[Samples]) -> float | None:
-    """Returns the largest jump of any rank's wall clock in seconds; None where all differences are a clock's steady
+    """Returns the largest jump of any rank's wall clock in seconds; None if all differences are a clock's steady
     correction."""
     jump = max((samples.clock_jump_s for samples in ranks), key=abs)
     return round(jump, 1) if abs(jump) > CLOCK_JUMP_S else None

@@ -23,7 +23,7 @@ _TASK = RecTaskInfo(name="train", label_name="label", prediction_name="predictio
 
 class TrainMetrics:
     """Values of every `interval` iterations' batches of all ranks, by TorchRec's definitions. The launching thread
-    waits for the GPU at `finish` alone. Rank 0 has the values; other ranks take part."""
+    waits for the GPU only in `finish`. Rank 0 has the values; other ranks take part."""
 
     def __init__(
         self, outputs: Callable[[], tuple[Tensor, Tensor]], device: torch.device, interval: int, local_batch: int
@@ -42,7 +42,7 @@ class TrainMetrics:
             my_rank=dist.get_rank(),
             state_metrics_mapping={},
             device=device,
-            process_group=dist.new_group(),  # its gathers are not to stand between the training's collectives
+            process_group=dist.new_group(),  # keeps its gathers from standing between the training's collectives
         )
         self._weight = torch.ones(local_batch, device=device)
         self._count = 0
@@ -51,7 +51,7 @@ class TrainMetrics:
 
     @classmethod
     def of_run(cls, config: RunConfig, ranks: Ranks, pipeline: Pipeline) -> "TrainMetrics":
-        """Returns those of a run with --train-metrics."""
+        """Returns the metrics of a run with --train-metrics."""
         assert isinstance(pipeline, GivesOutputs), "RunConfig refuses others"
         return cls(pipeline.keep_outputs(), ranks.device, config.loss_interval, config.local_batch_size)
 
@@ -78,7 +78,7 @@ class TrainMetrics:
 
     @property
     def last(self) -> TrainMetricValues:
-        """Returns the last values read; None where there is none, or none that is finite."""
+        """Returns the last values read; None without any, or if they are not finite."""
         ne, calibration = self._values[-1] if self._values else (math.nan, math.nan)
         return {"ne": _finite(ne), "calibration": _finite(calibration)}
 

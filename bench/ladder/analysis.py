@@ -1,4 +1,4 @@
-"""The results of a ladder's runs for its rungs, and the ladder as tables."""
+"""Results of a ladder's rungs from their runs, and the ladder as tables."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ _LOSSES_COMPARED = 5
 def read_judged_ladder(
     folder: Path, read: Callable[[Path], Record] = read_record
 ) -> tuple[Ladder, dict[str, list[Record]]]:
-    """Reads a ladder, with ratios and intervals made anew from the raw times of its members.
+    """Reads a ladder, with ratios and intervals recomputed from the raw times of its runs.
 
-    Files of older ladders have intervals of another kind, in which the variance within runs counts twice.
+    The intervals in older ladders' files are of another kind, in which the variance within runs counts twice.
     """
     ladder, members = read_ladder(folder, read)
     rungs = [Rung(rung["name"], tuple(rung["flags"]), rung["note"]) for rung in ladder["rungs"]]
@@ -52,9 +52,9 @@ def rung_results(
 ) -> list[RungResult]:
     """Returns the results of each rung for ladder.json.
 
-    members: the timed runs of each rung by its name, one of each round. host_costs: results of the rungs' profiled
-    runs; None where one failed, and absent where none was asked for. by_precision: whether the rounds ended because
-    they found a difference of some size.
+    members: the timed runs of each rung by name, one per round. host_costs: results of the rungs' profiled runs; None
+    if a run failed, absent if none was requested. by_precision: whether the ladder ended once its rounds could find a
+    difference of a given size.
     """
     judged = judge_rungs({rung.name: members[rung.name] for rung in rungs}, by_precision=by_precision)
     results = []
@@ -108,7 +108,7 @@ def host_cost(profiled: Record) -> HostCost:
 
 
 def _interval(result: Result | None) -> list[float] | None:
-    """Returns the interval of the speed-up; [1, 1] for the first rung, and None after one round."""
+    """Returns the interval of the speed-up; [1, 1] for the first rung, None after one round."""
     if result is None:
         return [1.0, 1.0]
     low, high = result.speedup[1:]
@@ -123,7 +123,7 @@ def _loss_difference(first: Record, other: Record) -> float | None:
 
 
 def ladder_table(ladder: Ladder) -> Table:
-    """Returns the ladder as a table; '~' follows a speed-up that is not proven, all rungs considered."""
+    """Returns the ladder as a table; '~' follows a speed-up that is not proven, corrected for all rungs."""
     vs_first, vs_previous = proven(ladder, "first"), proven(ladder, "previous")
     rounds = f"{ladder['rounds']} round{'s' if ladder['rounds'] > 1 else ''}"
     title = f"{ladder['id']}: {rounds}, interleaved; ~: no difference proven"
@@ -162,7 +162,7 @@ def _finds(rung: RungResult) -> str:
 
 
 def ladder_spread_table(ladder: Ladder) -> Table:
-    """Returns the spread of each rung's runs, level by level."""
+    """Returns a table of the spread of each rung's runs, level by level."""
     title = "standard deviation of a run's median, level by level"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("rung", "iterations", "processes", "machines"):
@@ -174,7 +174,7 @@ def ladder_spread_table(ladder: Ladder) -> Table:
 
 
 def ladder_clock_table(ladder: Ladder) -> Table:
-    """Time by the clock beside the median, power and clock of each rung."""
+    """Returns a table of the time by the clock, median, power and SM clock of each rung."""
     title = "elapsed time over iterations beside the median, and the GPUs meanwhile"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("rung", "timed, s", "median, ms", "by clock, ms", "W a GPU", "SM clock, MHz"):
@@ -187,10 +187,10 @@ def ladder_clock_table(ladder: Ladder) -> Table:
 
 
 def ladder_host_table(ladder: Ladder) -> Table | None:
-    """Returns the host's cost of an iteration on each rung; None where no rung has a profiled run."""
+    """Returns a table of the host's cost per iteration of each rung; None if no rung has a profiled run."""
     if not any(rung["host"] for rung in ladder["rungs"]):
         return None
-    table = Table(title="host, an iteration of one rank (profiled runs)", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="host cost per iteration, one rank (profiled runs)", title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("rung", *HOST_COLUMNS):
         table.add_column(column, justify="left" if column == "rung" else "right", no_wrap=True)
     for rung in ladder["rungs"]:
@@ -213,10 +213,9 @@ def confidence_in_words(ladder: Ladder) -> str:
 
 
 def proven(ladder: Ladder, against: Literal["first", "previous"]) -> set[str]:
-    """Returns the names of the rungs whose time is proven to differ from the first rung's, or from that of the rung
-    before.
+    """Returns the names of the rungs whose time is proven to differ from the first rung's, or from the previous rung's.
 
-    ladder: with the judgement of read_judged_ladder, which older files lack.
+    ladder: as returned by read_judged_ladder; older files lack its judgement.
     """
     judged = {
         rung["name"]: rung["over_first"] if against == "first" else rung["over_previous"] for rung in ladder["rungs"]
@@ -225,7 +224,7 @@ def proven(ladder: Ladder, against: Literal["first", "previous"]) -> set[str]:
 
 
 def lucky(ladder: Ladder) -> list[str]:
-    """Returns a sentence for each rung whose rounds agree better than the noise of their iterations lets expect."""
+    """Returns a sentence for each rung whose rounds agree better than the noise of their iterations predicts."""
     return [text for rung in ladder["rungs"] if (text := rung["agrees_by_luck"]) is not None]
 
 
@@ -233,6 +232,6 @@ def _cells(speedup: float, interval: list[float] | None, is_proven: bool) -> tup
     if interval is None:
         return f"{speedup:.3f} x ~", "one round: unknown"
     low, high = interval
-    if low == high:  # the rung itself
+    if low == high:  # a rung compared with itself
         return "", ""
     return f"{speedup:.3f} x{'' if is_proven else ' ~'}", f"{low:.3f} .. {high:.3f}"

@@ -29,9 +29,9 @@ class LadderCommand:
     five-stage), fp8 (ends and --fp8), reading (the last rung on random batches and on the day files of --data.path),
     same-pipelines (one rung of each pipeline twice) and cpu (runs without a GPU)."""
     rounds: int | Literal["auto"] = 5
-    """Number of runs of each rung; one round alone proves nothing. auto: until a difference of --detect is found."""
+    """Number of runs of each rung; one round proves nothing. auto: until a difference of --detect can be found."""
     detect: str = "2%"
-    """Smallest difference that --rounds auto shall find, with a probability of 80 %."""
+    """Smallest difference that --rounds auto must be able to find, with a probability of 80 %."""
     max_rounds: int = 40
     """Maximum number of rounds for --rounds auto."""
     max_minutes: float | None = None
@@ -46,7 +46,7 @@ class LadderCommand:
     seed: int = 0
     """Seed of the order within a round."""
     results_dir: Path = Path("results")
-    """Folder in which the ladder's folder is made."""
+    """Folder in which the ladder's folder is created."""
     resume: Path | None = None
     """Folder of an interrupted ladder, which continues with its own plan; excludes all other flags. After the last
     round it makes the missing profiled runs of --host alone."""

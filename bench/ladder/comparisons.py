@@ -1,4 +1,4 @@
-"""A ladder as a list of comparisons: each rung with the first one and with the one before, judged as one family."""
+"""A ladder as a list of comparisons: each rung with the first and with the previous rung, tested as one family."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from dlrm_bench.bench.stats.statistics import UNPROVEN, Comparison, Estimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRung:
-    """A rung and its comparisons; None for the first rung."""
+    """A rung and its comparisons, which are None for the first rung."""
 
     side: Side
     over_first: Result | None
@@ -27,20 +27,20 @@ class JudgedRung:
 
 
 def judge_rungs(members: dict[str, list[Record]], *, by_precision: bool = False) -> list[JudgedRung]:
-    """Returns the rungs with the differences that their rounds prove; members: the timed runs of each rung, one of each
+    """Returns the rungs with the differences that their rounds prove; members: the timed runs of each rung, one per
     round.
 
-    by_precision: whether the rounds ended because they found a difference of some size.
+    by_precision: whether the ladder ended once its rounds could find a difference of a given size.
     """
     confidence = AUTO_CONFIDENCE if by_precision else CONFIDENCE
     return judge_sides([replace(side_of_records(name, runs), confidence=confidence) for name, runs in members.items()])
 
 
 def judge_sides(sides: Sequence[Side]) -> list[JudgedRung]:
-    """Returns rungs, each a side of one run a round, with the differences that their rounds prove.
+    """Returns rungs with the differences that their rounds prove. Each side has one run per round.
 
-    p values are corrected (Holm) for all comparisons of a ladder's table, with the first rung and with the one before:
-    otherwise 16 rungs of the same program show a false difference in two ladders of three.
+    p values are corrected (Holm) for all comparisons of a ladder's table, with the first and with the previous rung:
+    otherwise 16 rungs of the same program show a false difference in two of three ladders.
     """
     others = range(1, len(sides))
     pairs = list(dict.fromkeys([*((0, i) for i in others), *((i - 1, i) for i in others)]))
@@ -70,7 +70,7 @@ def judge_sides(sides: Sequence[Side]) -> list[JudgedRung]:
 
 
 def as_judged(result: Result | None) -> Judged | None:
-    """Returns a comparison as ladder.json holds it."""
+    """Returns a comparison in the form of ladder.json."""
     if result is None:
         return None
     estimate, known = result.estimate, result.comparison.between_runs
@@ -84,7 +84,8 @@ def as_judged(result: Result | None) -> Judged | None:
 
 
 def agreement_by_luck(rung: JudgedRung) -> str | None:
-    """Returns a sentence for each other rung with which the rounds agree better than their iterations let expect."""
+    """Returns a sentence for each other rung with which the rounds agree better than the noise of their iterations
+    predicts, joined; None without any."""
     return "; ".join(dict.fromkeys(_agreements(rung))) or None
 
 
@@ -102,7 +103,7 @@ def _agreements(rung: JudgedRung) -> Iterator[str]:
         elif within is not None:
             yield (
                 f"the ratios of {rung.side.label} to {result.a.label} agree better from round to round "
-                f"({between:.2%}) than their iterations let expect ({within:.2%}): the interval is narrow by luck; run "
+                f"({between:.2%}) than their iterations predict ({within:.2%}): the interval is narrow by luck; run "
                 "more rounds"
             )
 
@@ -112,10 +113,9 @@ class Precision:
     """The smallest difference that the rounds of a ladder find."""
 
     detectable: tuple[float, float, float]
-    """Smallest difference of any rung from the first one or the one before, all looked at together, as (low, value,
-    high)."""
+    """Smallest difference that every comparison with the first or the previous rung finds, as (low, value, high)."""
     rounds_needed: int | None
-    """Number of rounds that find the difference asked for, with the same spread; None if too many."""
+    """Number of rounds that find the requested difference, with the same spread; None if too many."""
 
     def in_words(self, rounds: int, detect: float) -> str:
         """Returns a sentence such as '6 rounds find differences from 3.10% (...); 2.00% takes about 11'."""
@@ -127,8 +127,7 @@ class Precision:
 
 
 def precision_of(members: dict[str, list[Record]], detect: float) -> Precision:
-    """Returns the precision of at least two rounds of rungs; members: the timed runs of each rung, one of each
-    round."""
+    """Returns the precision of at least two rounds of rungs; members: the timed runs of each rung, one per round."""
     rungs = judge_rungs(members, by_precision=True)
     results = [result for rung in rungs for result in (rung.over_first, rung.over_previous) if result is not None]
     known = [found for result in results if (found := result.detectable) is not None]
@@ -138,7 +137,7 @@ def precision_of(members: dict[str, list[Record]], detect: float) -> Precision:
 
 
 def _places(sides: Sequence[Side]) -> np.ndarray:
-    """Returns the place of each run in the order in which all ended, [rungs, rounds]."""
+    """Returns the position of each run in the order in which all runs ended, [rungs, rounds]."""
     ended = np.array([side.finished for side in sides])
     places = np.empty(ended.size, dtype=np.int64)
     places[np.argsort(ended.T.ravel(), kind="stable")] = np.arange(ended.size)  # by round, where times are equal

@@ -34,7 +34,7 @@ def ladder_command(console: Console, forwarded: Sequence[str], asked: LadderComm
     if asked.resume is not None:
         others = [*(f"--{name.replace('_', '-')}" for name in asked.given() if name != "resume"), *forwarded[:1]]
         if others:
-            raise ValueError(f"--resume goes on by the plan of {asked.resume}: leave out {', '.join(others)}")
+            raise ValueError(f"--resume continues the plan of {asked.resume}: leave out {', '.join(others)}")
         plan, folder = plan_to_resume(asked.resume), asked.resume
     else:
         plan, folder = _plan(asked, forwarded)
@@ -44,7 +44,7 @@ def ladder_command(console: Console, forwarded: Sequence[str], asked: LadderComm
 
 
 def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
-    """Returns the plan of a new ladder and its folder, which is made."""
+    """Creates the folder of a new ladder; returns its plan and the folder."""
     rounds, launch = _rounds(asked), _launch(asked)
     benchmark, _ = preset_of(preset_name(forwarded))
     if asked.rungs not in benchmark.ladders:
@@ -70,28 +70,28 @@ def _rounds(asked: LadderCommand) -> Rounds:
     if asked.rounds != "auto":
         for name in ("detect", "max_rounds"):
             if name in asked.given():
-                raise ValueError(f"--{name.replace('_', '-')} is for --rounds auto: leave it out, or add that")
+                raise ValueError(f"--{name.replace('_', '-')} is for --rounds auto: add that, or leave this out")
         if asked.rounds < 1:
             raise ValueError(f"--rounds is {asked.rounds}: at least one is needed")
         return Rounds(most=asked.rounds, minutes=asked.max_minutes)
     size = percentage("--detect", asked.detect)
     if not size:
         raise ValueError(
-            f"--detect {asked.detect}: no number of rounds finds a difference of nothing; name one, such as 2%"
+            f"--detect {asked.detect}: no number of rounds finds a zero difference; name a positive one, such as 2%"
         )
     if asked.max_rounds < 2:
-        raise ValueError(f"--max-rounds is {asked.max_rounds}: how much runs differ takes at least two to know")
+        raise ValueError(f"--max-rounds is {asked.max_rounds}: measuring how much runs differ takes at least two")
     return Rounds(most=asked.max_rounds, detect=size, minutes=asked.max_minutes)
 
 
 def _launch(asked: LadderCommand) -> list[str]:
-    """Returns the words of --launch; ValueError where there is no such command, or with a flag on how ranks start
-    here."""
+    """Returns the words of --launch. ValueError if there is no such command, or if a flag for local ranks is given
+    too."""
     if asked.launch is None:
         return []
     for name in ("nproc", "host"):
         if name in asked.given():
-            raise ValueError(f"--{name} is for ranks on this machine, and --launch starts them: leave it out")
+            raise ValueError(f"--{name} is for local ranks, but --launch starts the ranks: leave it out")
     words = shlex.split(asked.launch)
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"--launch {asked.launch!r}: there is no such command")
@@ -99,7 +99,7 @@ def _launch(asked: LadderCommand) -> list[str]:
 
 
 def _run(plan: Plan, folder: Path) -> None:
-    """Runs the rest of the plan; progress goes to stderr, between runs only, as it must take no time from a run."""
+    """Runs the rest of the plan; prints progress to stderr, only between runs, to take no time from a run."""
     stderr = stderr_console()
 
     def say(text: str) -> None:

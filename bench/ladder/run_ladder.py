@@ -1,12 +1,12 @@
-"""A ladder: rungs run one after another, round after round, so that the machine's drift affects all of them equally.
+"""A ladder: rungs run one after another, round after round, so that the machine's drift affects all rungs equally.
 
 dlrm-bench ladder --preset launch-bound [--field value ...]
 
 Every run has fresh processes (bench/ladder/launching.py), here or where --launch starts them, so no rung inherits
 another's memory, graphs or communicators. Each round runs every rung once on the same batches (equal --seed), in an
-order drawn from the seed, which the next round runs backwards, so that a linear drift cancels. Rungs are compared round
-by round. With --host a profiled run of each rung follows the last round. plan.json, ladder.json and the members'
-records and output stay together in one folder. plan.json and the finished runs suffice to resume an interrupted ladder.
+order drawn from the seed; the next round reverses the order, so that a linear drift cancels. Rungs are compared round
+by round. With --host, a profiled run of each rung follows the last round. plan.json, ladder.json and the runs' records
+and output stay together in one folder. plan.json and the finished runs suffice to resume an interrupted ladder.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ from dlrm_bench.bench.stats.repetitions import balanced_orders
 from dlrm_bench.dlrm.benchmark import Rung
 
 FEWEST_ROUNDS = 6
-"""Number of rounds after which a ladder that runs until it finds a difference looks for the first time. It looks after
-every second round from then on, where a linear drift has cancelled."""
+"""Number of rounds after which --rounds auto first checks its precision. It checks again after every second round, when
+a linear drift has cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """The number of rounds of a ladder, or its limit, and what ends it sooner: see Plan."""
+    """Number of rounds of a ladder, or their maximum, and the conditions that end it sooner; see Plan."""
 
     most: int
     detect: float | None = None
@@ -96,14 +96,14 @@ def plan_to_resume(folder: Path) -> Plan:
     plan = read_plan(folder)
     if (folder / LADDER_JSON).exists() and not (plan["host"] and None in _host_costs(folder).values()):
         raise ValueError(
-            f"{folder} is a finished ladder. More rounds until something is proven would prove anything: run a new "
-            "one, with --rounds auto if the number is not known"
+            f"{folder} is a finished ladder. Adding rounds until something is proven could prove anything: run a new "
+            "ladder, with --rounds auto if the number is not known"
         )
     if plan["node"] != this_node():
-        raise ValueError(f"{folder} was begun on {plan['node']}, and this is {this_node()}: run a new ladder here")
+        raise ValueError(f"{folder} was started on {plan['node']}, but this is {this_node()}: run a new ladder here")
     if plan["source"] != {**git_state(ROOT)}:
         raise ValueError(
-            f"{folder} was begun by other source code ({plan['source']}): check that out, or run a new one"
+            f"{folder} was started from other source code ({plan['source']}): check that out, or run a new ladder"
         )
     return plan
 
@@ -181,16 +181,16 @@ def _host_costs(folder: Path) -> dict[str, HostCost | None]:
 
 
 def profiled_run_id(rung: str) -> str:
-    """Returns the id of a rung's profiled run; its output is in the file of this name with .log."""
+    """Returns the id of a rung's profiled run; the output of the run is in the file of this name with .log."""
     return f"host-{rung}"
 
 
 def _run_or_read(plan: Plan, rung: Rung, folder: Path, member: str) -> Record:
-    """Returns the record of a run: an existing one, or that of a run made now."""
+    """Returns the record of a run, which is made now unless it exists."""
     if not (folder / member / RUN_JSON).exists():
         put_aside(folder / member)
         flags, output = [*plan["flags"], *rung.flags], folder / f"{member}.log"
-        if "launch" in plan:  # maybe from another directory
+        if "launch" in plan:  # which may change the directory
             run_by(plan["launch"], [*flags, "--results-dir", str(folder.resolve()), "--run-id", member], output)
         else:
             run_forked([*flags, "--results-dir", str(folder), "--run-id", member], plan["processes"], output)
@@ -207,7 +207,7 @@ def put_aside(unfinished: Path) -> None:
 def _enough(
     plan: Plan, members: dict[str, list[Record]], rounds: int, seconds: float, say: Callable[[str], None]
 ) -> bool:
-    """Whether no other round is to begin; says which differences the rounds find."""
+    """Whether no other round follows; reports which differences the rounds find."""
     if (
         plan["minutes"] is not None
         and seconds * (rounds + 1) / rounds > plan["minutes"] * 60
@@ -223,24 +223,24 @@ def _enough(
 
 
 def this_node() -> str:
-    """Returns the host name and, on Linux, the random id of this boot, which tells hosts of one name apart."""
+    """Returns the host name and, on Linux, the random id of this boot, which distinguishes hosts of one name."""
     return f"{platform.node()} (boot {cpu.boot_id()})"
 
 
 @contextlib.contextmanager
 def _naming_what_is_kept(folder: Path, order: Sequence[str]) -> Iterator[None]:
-    """Adds to an exception which timed runs are kept; `order` holds the ids of those that have ended."""
+    """Adds a note to an exception on the timed runs that are kept; `order` holds the ids of the finished runs."""
     try:
         yield
     except BaseException as error:
         if order:
-            kept = f"finished before, and kept in {folder}: {', '.join(order)}"
-            error.add_note(f"{kept}; go on with dlrm-bench ladder --resume {folder}")
+            kept = f"finished runs, kept in {folder}: {', '.join(order)}"
+            error.add_note(f"{kept}; resume with dlrm-bench ladder --resume {folder}")
         raise
 
 
 def _timed(record: Record) -> Record:
-    """Returns the record if it has a latency; else ValueError, at once and not after hours of other runs."""
+    """Returns the record. ValueError if it has no latency, at once instead of after hours of other runs."""
     if record.run["latency_ms"] is None:
         raise ValueError(
             f"{record.folder} ended after {len(record.losses)} iterations, within its warm-up: lower "

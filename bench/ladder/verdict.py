@@ -1,7 +1,7 @@
 """Prints the results of a ladder and their limits in plain words: python -m dlrm_bench.bench.ladder.verdict [FOLDER]
 
-FOLDER is that of a ladder, or one of records (by default `results`), of which the ladder written last is taken. `make
-bench` ends with it.
+FOLDER is a ladder's, or one of records (by default `results`), whose most recently written ladder is taken. `make
+bench` ends with this.
 """
 
 import re
@@ -25,13 +25,13 @@ _PIPELINES = {
 }
 _NO_GPU = (
     "This machine has no GPU, so these times say nothing about GPUs. The harness is about the time that a CPU needs to "
-    "launch a GPU's work; here an operator computes on the thread that calls it, and there is nothing to launch."
+    "launch a GPU's work; here operators compute on the thread that calls them, and nothing is launched."
 )
 _STATIC_ON_A_CPU = (
-    "The static pipeline can be slower than stock on a CPU, because a CPU lacks what makes it fast on GPUs. It leaves "
-    "overlap to GPU streams and one CUDA graph: on a CPU it waits for each collective in turn, while stock TorchRec "
-    "reduces gradients on other threads beside its backward. In the place of its GPU kernels it runs the plain PyTorch "
-    "functions that they are tested against."
+    "The static pipeline can be slower than stock on a CPU, because a CPU lacks what makes it fast on GPUs. It uses "
+    "GPU streams and one CUDA graph to overlap work: on a CPU it waits for each collective in turn, while stock "
+    "TorchRec reduces gradients on other threads during its backward. Instead of its GPU kernels it runs the plain "
+    "PyTorch functions that they are tested against."
 )
 _RUNGS_FOR_GPUS = (
     "These rungs run on any machine. On GPUs, `dlrm-bench ladder --rungs full --preset launch-bound` shows what each "
@@ -40,8 +40,8 @@ _RUNGS_FOR_GPUS = (
 
 
 def latest_ladder(folder: Path) -> Path:
-    """Returns the folder itself if it is a ladder's, or else the ladder in it that was written last; ValueError without
-    one."""
+    """Returns the folder itself if it is a ladder's, else the most recently written ladder in it; ValueError if there
+    is none."""
     if (folder / LADDER_JSON).exists():
         return folder
     ladders = [path.parent for path in folder.glob(f"*/{LADDER_JSON}")]
@@ -51,8 +51,8 @@ def latest_ladder(folder: Path) -> Path:
 
 
 def verdict(folder: Path) -> list[str]:
-    """Returns paragraphs on the ladder in `folder`: its rungs, each against the first, then the limits of the
-    answer."""
+    """Returns paragraphs on the ladder in `folder`: its rungs, each compared with the first, then the limits of the
+    result."""
     ladder, _ = read_judged_ladder(folder)
     runs = [read_record(folder / rung["record"]).run for rung in ladder["rungs"]]
     paragraphs = [f"{rung['name']}: {_pipeline(rung, run)}." for rung, run in zip(ladder["rungs"], runs, strict=True)]
@@ -68,8 +68,8 @@ def verdict(folder: Path) -> list[str]:
 
 
 def _pipeline(rung: RungResult, run: RunRecord) -> str:
-    """Returns the rung's pipeline in words; for stock TorchRec, which is the reference only without switches, also
-    those."""
+    """Returns the rung's pipeline in words; for stock TorchRec its switches too, because only without any is it the
+    reference."""
     name = run["config"]["pipeline"]["name"]
     switches = re.sub(r"--(pipeline|precision)[ =]\S+", "", " ".join(rung["flags"])).split()
     if name == "torchrec" and switches:
@@ -84,7 +84,7 @@ def _against(ladder: Ladder, rung: RungResult) -> str:
     if interval is None:
         return (
             f"{rung['name']} was {times} in the only round. That proves nothing: one round does not show how much "
-            "runs of the same thing differ. Give --rounds 5 or more."
+            "runs of one rung differ. Use --rounds 5 or more."
         )
     low, high = interval
     runs = f"in {ladder['rounds']} rounds ({confidence_in_words(ladder)} interval {low:.2f} to {high:.2f})"
@@ -104,7 +104,7 @@ def _losses(ladder: Ladder) -> str:
     differences = [rung["loss_difference"] for rung in ladder["rungs"][1:]]
     known = [difference for difference in differences if difference is not None]
     if len(known) < len(differences) or not known:
-        return "Whether all rungs train alike is not known: some losses are missing."
+        return "It is unknown whether all rungs train alike: some losses are missing."
     apart = f"differ by at most {max(known):.0e} of their value" if max(known) else "are equal to the last bit"
     return f"All rungs start from the same weights and train on the same batches: their first losses {apart}."
 

@@ -1,11 +1,11 @@
 """The least time of an iteration, by its computation, bytes and dependencies, beside a record.
 
 A piece of work takes at least the longest of its times on the tensor cores, memory, links and PCIe. Pieces may overlap:
-a stage takes at least the time of the busiest of these resources for all of its pieces, and an iteration at least the
-larger of two: the time of the busiest resource for all pieces, and the chain of pieces that wait for one another from
-one lookup to the next. The chain holds for batches that are not cut into parts. A benchmark's `work` counts what is
-needed, and nothing that a better program could leave out. Other work of a program (element-wise kernels that are not
-fused, sorts, copies, waits) is not counted, so nothing can be faster.
+a stage takes at least its pieces' time on the busiest of these resources. An iteration takes at least the larger of two
+times: that of all pieces on the busiest resource, and that of the chain of pieces that wait for one another from one
+lookup to the next. The chain is valid for batches that are not split. A benchmark's `work` counts only necessary work,
+none that a better program could leave out. A program's other work (element-wise kernels that are not fused, sorts,
+copies, waits) is not counted, so no program can be faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ RESOURCES = ("tensor cores", "memory", "links", "PCIe")
 
 
 NO_BOUND = (
-    "no bound, which needs a GPU whose rates are known (dlrm/runtime/gpu_types.py) or measured in this precision "
+    "no bound: it needs a GPU with rates that are known (dlrm/runtime/gpu_types.py) or measured in this precision "
     "(--rates LIMITS), and products of 16 bits or more"
 )
 
 
 class Bound(NamedTuple):
-    """Least times in milliseconds, by stage and of the whole iteration."""
+    """Least times in milliseconds, of each stage and of the whole iteration."""
 
     pieces: list[Piece]
     rates: GpuRates
@@ -50,7 +50,7 @@ class Bound(NamedTuple):
         return max(self.chain, *self.resources.values())
 
     def needs(self, pieces: Sequence[Piece]) -> dict[str, float]:
-        """Milliseconds of each of RESOURCES for the pieces."""
+        """Returns the milliseconds of each of RESOURCES for the pieces."""
         per_second = (self.rates.flop[self.precision], self.rates.memory, self.rates.links, self.rates.pcie)
         amounts = [(piece.flop, piece.memory, piece.links, piece.pcie) for piece in pieces]
         totals = [sum(amount[i] for amount in amounts) for i in range(len(RESOURCES))]
@@ -58,16 +58,16 @@ class Bound(NamedTuple):
 
 
 def bound_of(run: RunRecord, limits: Limits | None = None) -> Bound | None:
-    """Returns the bound of a record's configuration on its machine; None where a rate is unknown (those of eight bits
-    are), and for a benchmark whose work is not counted.
+    """Returns the bound of a record's configuration on its machine; None if a rate is unknown (as are those of eight
+    bits), or if the benchmark's work is not counted.
 
-    limits: the source of measured rates; ValueError if they are of another GPU.
+    limits: a limits record with measured rates; ValueError if it is of another GPU.
     """
     gpu, config = run["machine"]["gpu"], run["config"]
     benchmark = benchmark_of(config)
     if limits is not None and limits["machine"]["gpu"] != gpu:
         ran, measured = gpu or "CPUs", limits["machine"]["gpu"] or "CPUs"
-        raise ValueError(f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}")
+        raise ValueError(f"{run['id']} ran on {ran}, but {limits['id']} is of {measured}")
     known = gpu_type(gpu)
     known_rates = known.rates if known else None
     rates = known_rates if limits is None else measured_rates(limits, known_rates)
@@ -98,8 +98,8 @@ def with_batch(run: RunRecord, local_batch_size: int) -> RunRecord:
 def measured_rates(limits: Limits, known: GpuRates | None) -> GpuRates | None:
     """Returns the rates that a limits record measured at large sizes: its precision's products, memory, and PCIe.
 
-    Rates that the record lacks are the known ones. So are links, where known: an exchange by NCCL is slower than
-    kernels that write into other GPUs' memory. None if a rate is neither measured nor known.
+    Known rates replace those that the record lacks, and links if known: an exchange by NCCL is slower than kernels that
+    write into other GPUs' memory. None if a rate is neither measured nor known.
     """
     precision = str(limits["config"].get("precision"))
     found = {
@@ -170,20 +170,20 @@ def bound_table(run: RunRecord, limits: Limits | None = None) -> Table | None:
 
 
 class RooflinePoint(NamedTuple):
-    """Kernels that do one piece of work: their FLOP a byte of memory, and a second."""
+    """Kernels of one piece of work: FLOP per byte of memory, and FLOP per second."""
 
     name: str
     intensity: float
-    """FLOP a byte."""
+    """FLOP per byte."""
     flop_per_s: float
     us: float
 
 
 def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], GpuRates] | None:
-    """Returns a profiled run's work whose FLOP or bytes are known, and the GPU's rates; None without a bound or
-    such work.
+    """Returns a profiled run's pieces of work with known FLOP or bytes, and the GPU's rates; None without a bound or
+    such pieces.
 
-    Bytes are those of GEMMs' operands and results, each moved once, and otherwise the bound's; a lookup counts an
+    Bytes of GEMMs are those of operands and results, each moved once; other bytes are the bound's. A lookup counts one
     operation for each number that it adds, an update five.
     """
     bound = bound_of(run)

@@ -1,8 +1,8 @@
 """Measures the ceilings of this machine: one piece of work at a time, alone, on all ranks at once.
 
-Each piece has its size in an iteration of the preset on one rank: copies, the dense network's GEMMs, all collectives,
-the memory traffic of tables and dense weights. On a GPU each is captured in a CUDA graph of many repetitions, so that
-launches cost nothing; the cost of launches is measured separately.
+Each piece has the size that it has in the preset's iteration on one rank: copies, the dense network's GEMMs, all
+collectives, the memory traffic of tables and dense weights. On a GPU each is captured in a CUDA graph of many
+repetitions, so that launches cost nothing; the cost of launches is measured separately.
 """
 
 import time
@@ -34,22 +34,22 @@ from dlrm_bench.dlrm.benchmark import UNMEASURED, SampleSizes, TableWork
 from dlrm_bench.dlrm.benchmarks import PRESETS, named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
-_MEASUREMENTS = 7  # of which the median counts
+_MEASUREMENTS = 7  # the median is reported
 _LAUNCHES = 100
 
 
 def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) -> Iterator[Ceiling]:
     """Yields all ceilings, one after another; all ranks work at the same time, as in training. Collective.
 
-    sizes: of the samples, as the benchmark's `work` takes them. ValueError where the benchmark does not count the work
-    of an iteration.
+    sizes: of the samples, for the benchmark's `work`. ValueError if the benchmark does not count the work of an
+    iteration.
     """
     benchmark = named(config.benchmark)
     work, batch, device = benchmark.work, config.local_batch_size, ranks.device
     if work is None:
         counted = ", ".join(name for name, (other, _) in PRESETS.items() if other.work is not None)
         raise ValueError(
-            f"--preset {config.preset}: the work of {benchmark.title} is not counted: take one of {counted}"
+            f"--preset {config.preset}: the work of {benchmark.title} is not counted: choose one of {counted}"
         )
     exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
     of_tables = work.table_work(config, batch, exchanged.itemsize, sizes)
@@ -87,7 +87,7 @@ def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) ->
 def _collectives(
     timer: "_Timer", of_tables: TableWork, dense_weights: int, ranks: Ranks, exchanged: torch.dtype
 ) -> Iterator[Ceiling]:
-    """Yields the ceilings of an iteration's collectives; looked-up vectors and gradients travel as `exchanged`."""
+    """Yields the ceilings of an iteration's collectives; looked-up vectors and gradients have the dtype `exchanged`."""
     ids, pooled, device = round(of_tables.ids), round(of_tables.vectors), ranks.device
     for name, stage, count, dtype in (
         (IDS, "input_dist", ids, torch.int32),
@@ -104,7 +104,7 @@ def _collectives(
 
 
 def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], Any]:
-    """Returns an exchange of about `count` elements, the same number between any two ranks."""
+    """Returns an exchange of about `count` elements, the same number between each pair of ranks."""
     sent = torch.zeros(max(1, count // ranks.world_size) * ranks.world_size, dtype=dtype, device=ranks.device)
     received = torch.empty_like(sent)
     return lambda: dist.all_to_all_single(received, sent)
@@ -112,21 +112,21 @@ def _all_to_all(count: int, dtype: torch.dtype, ranks: Ranks) -> Callable[[], An
 
 def _gemm(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
     m, n, k = shape
-    # Values change the power that a GPU draws, and so its clock: zeros would flatter it.
+    # Values affect a GPU's power, and so its clock: zeros would give too high a rate.
     a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
     out = torch.empty(m, n, device=device, dtype=dtype)
     return lambda: torch.mm(a, b, out=out)
 
 
 def _copied_bytes(device: torch.device) -> int:
-    """Size in bytes of a copy that no cache can hold."""
+    """Returns the size in bytes of a copy that no cache can hold."""
     return 1 << 30 if device.type == "cuda" else 1 << 26
 
 
 def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Returns ways to read and write _copied_bytes, by name.
+    """Returns functions that read and write _copied_bytes, by name.
 
-    The fastest is a ceiling for kernels; the driver's own copy (2.8 TB/s on an H200) need not be.
+    The fastest is a ceiling for kernels; the driver's own copy (2.8 TB/s on an H200) may be slower.
     """
     source = torch.zeros(_copied_bytes(device) // 4, device=device)
     target = torch.empty_like(source)
@@ -137,7 +137,7 @@ def _memory(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 
 def _launches(timer: "_Timer", device: torch.device) -> Iterator[Ceiling]:
-    """Yields the host time of launching kernels, one after another and as a graph."""
+    """Yields the host time of launching kernels one by one, and as a graph."""
     x = torch.zeros(1, device=device)
 
     def launch() -> None:
@@ -168,7 +168,7 @@ class _Timer:
         return Ceiling(name=name, stage=stage, ms=_slowest(median(times)) / self._repeats, amount=amount, unit=unit)
 
     def time_launching(self, name: str, work: Callable[[], Any]) -> Ceiling:
-        """Times the host while it launches _LAUNCHES kernels, which the device ends later. Collective."""
+        """Times the host while it launches _LAUNCHES kernels, which the device finishes later. Collective."""
         work()
         times = []
         for _ in range(_MEASUREMENTS):
@@ -181,7 +181,7 @@ class _Timer:
     def _on_gpu(self, graph: torch.cuda.CUDAGraph) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._start_together()
-        graph.replay()  # the ranks meet in it: their collectives wait for each other
+        graph.replay()  # synchronises the ranks: their collectives wait for each other
         begin.record()
         graph.replay()
         end.record()
@@ -202,8 +202,8 @@ class _Timer:
 
 
 def _captured(work: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
-    """Returns a graph of the work, `repeats` times. The work runs before, so that nothing is initialised in the
-    graph."""
+    """Returns a graph of `repeats` times the work, which the caller has run before, so that the graph initialises
+    nothing."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -1,4 +1,4 @@
-"""Kernels of profiled runs beside the times of their work alone, as `dlrm-bench limits` measured them."""
+"""Kernels of profiled runs beside the times of the same work alone, measured by `dlrm-bench limits`."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 WORK_SHOWN = 10
 
-# Pieces of work of several kernels: (name, pattern of the kernels' names, stage or None, ceilings whose sum is the best
+# Work done by several kernels: (name, pattern of the kernels' names, stage or None, ceilings whose sum is the best
 # time).
 _WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
     ("GEMMs", re.compile(rf"^{GEMM}"), None, ("GEMM: ",)),
@@ -60,7 +60,7 @@ def limits_table(limits: Limits) -> Table:
 
 
 class Work(NamedTuple):
-    """Kernels that do one piece of work together, per iteration, and its best possible time."""
+    """Kernels that together do one piece of work, per iteration, and its best possible time."""
 
     name: str
     stage: str
@@ -68,13 +68,13 @@ class Work(NamedTuple):
     calls: float
     us: float
     best_us: float | None
-    """Best time; None where no ceiling is known."""
+    """Best time; None if no ceiling is known."""
 
 
 def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
     """Returns the kernels of a profiled run, grouped by their work, longest first, with the ceilings of `limits`.
 
-    A kernel whose work has no ceiling of its own makes its own group. ValueError as for check_same_work.
+    A kernel whose work has no ceiling forms a group by itself. ValueError as for check_same_work.
     """
     check_same_work(limits, run)
     groups: dict[tuple[str, str | None, tuple[str, ...]], list[Kernel]] = {}
@@ -87,7 +87,7 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
         else:
             groups.setdefault((kernel["name"], kernel["stage"], ()), []).append(kernel)
     same_precision = limits["config"].get("precision") == run["config"]["precision"]
-    # Where ranks share the dense update, all-reduce and update handle parts, whose sizes were not measured.
+    # If ranks share the dense update, all-reduce and update handle parts, whose sizes were not measured.
     shared = any(REDUCE_SCATTER in ceilings for _, _, ceilings in groups)
     unknown = ((ALL_REDUCE,), (ADAGRAD,)) if shared else ()
     work = []
@@ -100,15 +100,14 @@ def work_of_kernels(limits: Limits, run: RunRecord) -> list[Work]:
 
 
 def work_of_kernel(kernel: Kernel) -> str:
-    """Returns the name of a kernel's work; for unknown work the kernel's own short name."""
+    """Returns the name of a kernel's work; for unknown work the kernel's short name."""
     name = short_kernel_name(kernel["name"])
     known = (work for work, pattern, stage, _ in _WORK if pattern.search(name) and stage in (None, kernel["stage"]))
     return next(known, name)
 
 
 def work_table(limits: Limits, run: RunRecord) -> Table | None:
-    """Returns the ten longest pieces of work of a profiled run, with their ceilings; None where the record has no
-    kernels.
+    """Returns the ten longest pieces of work of a profiled run, with their ceilings; None if the record has no kernels.
 
     ValueError as for work_of_kernels.
     """
@@ -130,9 +129,9 @@ def best_cells(work: Work) -> tuple[str, str]:
 
 
 def check_same_work(limits: Limits, run: RunRecord) -> None:
-    """Raises ValueError, naming the field, for limits that were measured for other work than the record's.
+    """Raises ValueError, naming the field, if the limits were measured for other work than the record's.
 
-    Smaller differences are caveats_of_floor.
+    Smaller differences are left to caveats_of_floor.
     """
     config = limits["config"]
     for name in ("world_size", "local_batch_size", "model"):
@@ -142,13 +141,13 @@ def check_same_work(limits: Limits, run: RunRecord) -> None:
     ran, measured = (x["machine"]["gpu"] or "CPUs" for x in (run, limits))
     if (ran == "CPUs") != (measured == "CPUs"):
         raise ValueError(
-            f"{run['id']} ran on {ran}, and {limits['id']} is of {measured}: measure limits on the record's machine"
+            f"{run['id']} ran on {ran}, but {limits['id']} is of {measured}: measure limits on the record's machine"
         )
 
 
 def _need_the_same(measured: Mapping[str, Any], ran: Mapping[str, Any]) -> bool:
-    """Whether two configurations, as records hold them, need the same products and tables whatever else their models
-    differ in, such as what computes them."""
+    """Whether two recorded configurations need the same products and tables, however else their models differ, for
+    example in the code that computes them."""
     benchmark = benchmark_of(ran)
     if benchmark is None or benchmark.work is None or benchmark_of(measured) is not benchmark:
         return False
@@ -160,9 +159,9 @@ def _need_the_same(measured: Mapping[str, Any], ran: Mapping[str, Any]) -> bool:
 
 
 def caveats_of_floor(limits: Limits, run: RunRecord) -> list[str]:
-    """Returns reasons why the floor may not be that of a record which check_same_work accepts.
+    """Returns reasons why the floor may not apply to a record that check_same_work accepts.
 
-    A field that one of the two lacks is no reason.
+    A field that only one of the two has is no reason.
     """
     ran, measured = run["machine"], limits["machine"]
     config = run["config"]

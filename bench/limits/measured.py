@@ -1,6 +1,6 @@
 """Measures the ceilings of this machine into a limits record.
 
-dlrm-bench limits --preset launch-bound [--field value ...]; --from FILE and --above RECORD to use a measurement again.
+dlrm-bench limits --preset launch-bound [--field value ...]; --from FILE and --above RECORD reuse a measurement.
 
 bench/limits/ceilings.py does the measurements.
 """
@@ -28,7 +28,7 @@ from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
 _ITERATIONS = 100
-"""Iterations of a training, whose samples' sizes decide the measured work."""
+"""Number of training iterations whose sample sizes determine the measured work."""
 
 
 def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
@@ -68,7 +68,7 @@ def run_limits(config: RunConfig, ranks: Ranks, command: str) -> Limits:
 
 
 def _sample_sizes(config: RunConfig, ranks: Ranks) -> SampleSizes:
-    """Returns the sizes of the data's first samples, equal on all ranks, where the benchmark's work depends on them."""
+    """Returns the sizes of the data's first samples, equal on all ranks, if the benchmark's work depends on sizes."""
     benchmark = named(config.benchmark)
     if benchmark.sample_sizes is None:
         return UNMEASURED

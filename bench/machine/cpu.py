@@ -1,4 +1,4 @@
-"""Linux's facts about a node's processors; None where Linux does not give one."""
+"""Facts about a node's processors from Linux; None for a fact that Linux does not give."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ def name() -> str | None:
 
 
 def clocks_mhz() -> list[float] | None:
-    """Returns [min, median, max] of the cores' present clocks; virtual machines often see a constant."""
+    """Returns [min, median, max] of the cores' current clocks; virtual machines often see a constant."""
     clocks = [float(value) for value in _of_cpuinfo("cpu MHz")]
     return [round(value, 1) for value in (min(clocks), median(clocks), max(clocks))] if clocks else None
 
@@ -31,7 +31,7 @@ def largest_clock_mhz() -> float | None:
 
 
 def governor() -> str | None:
-    """Returns the scaling governors of all CPUs, one name where they agree."""
+    """Returns the scaling governors of all CPUs, one name if they agree."""
     found = sorted({text for path in _CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor") if (text := _text(path))})
     return " + ".join(found) or None
 
@@ -43,7 +43,7 @@ def numa_nodes() -> list[str]:
 
 
 def numa_node_of_pci(bus_id: str | None) -> int | None:
-    """Returns the NUMA node of a PCI device such as '00000000:1b:00.0'; None where Linux knows none."""
+    """Returns the NUMA node of a PCI device such as '00000000:1b:00.0'; None if Linux does not know it."""
     text = _text(_PCI / bus_id.lower().removeprefix("0000") / "numa_node") if bus_id else None
     return int(text) if text and int(text) >= 0 else None
 

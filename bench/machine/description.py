@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class GpuState(NamedTuple):
-    """The state of a GPU at one moment; None where NVML does not know."""
+    """The state of a GPU at one moment; None if NVML does not report it."""
 
     sm_clock_mhz: float | None
     temperature_c: float | None
@@ -60,7 +60,7 @@ def describe_machine() -> Machine:
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if cuda else None
     uuid = str(gpu.uuid) if gpu else None
     numa = cpu.numa_node_of_pci(_pci_bus_id(gpu)) if gpu else None
-    # torchrun's: several nodes may be of one host.
+    # Node of torchrun: one host may run several nodes.
     node = int(os.environ.get("RANK", 0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own = _Place(socket.gethostname(), node, cpu.boot_id(), uuid, gpu.name if gpu else None, numa, cpu.allowed_cpus())
     places = _gather_places(own)
@@ -159,7 +159,7 @@ def readable(read: Callable[[], T]) -> T | None:
     description may fail."""
     try:
         return read()
-    except Exception:  # of any kind: drivers, torch and /proc have their own, and a run must not end by one of them
+    except Exception:  # of any kind: drivers, torch and /proc have their own errors, and none may end a run
         return None
 
 
@@ -180,7 +180,7 @@ def nvml_session() -> Iterator[bool]:
 
 
 def current_gpu() -> Any:
-    """Returns NVML's handle of this rank's current CUDA device, within an nvml_session; None where there is none."""
+    """Returns NVML's handle of this rank's current CUDA device, within an nvml_session; None if there is none."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return _find_gpu(str(gpu.uuid), _pci_bus_id(gpu))
 
@@ -198,12 +198,12 @@ def gpu_state(gpu: Any) -> GpuState:
 
 
 def gpu_uuid(gpu: Any) -> str | None:
-    """Returns the UUID of the GPU of this handle, within an nvml_session; None where NVML does not know."""
+    """Returns the UUID of the GPU of this handle, within an nvml_session; None if NVML does not report it."""
     return readable(lambda: str(pynvml.nvmlDeviceGetUUID(gpu)))
 
 
 def _find_gpu(uuid: str | None, bus_id: str | None) -> Any:
-    """Returns NVML's handle of one GPU, by UUID, else by PCI bus id; None where NVML knows neither.
+    """Returns NVML's handle of one GPU, by UUID, else by PCI bus id; None if NVML knows neither.
 
     Never by index: NVML counts all GPUs of the node, CUDA those in CUDA_VISIBLE_DEVICES and in another order.
     """
@@ -229,7 +229,7 @@ def _describe_gpu(uuid: str | None, bus_id: str | None) -> dict[str, Any]:
 
 
 def _describe_links(gpu: Any) -> str | None:
-    """Describes the NVLinks of one GPU, or its PCIe link where no NVLink is active."""
+    """Describes the NVLinks of one GPU, or its PCIe link if no NVLink is active."""
     active = [link for link in range(pynvml.NVML_NVLINK_MAX_LINKS) if _link_is_active(gpu, link)]
     if not active:
         generation = readable(lambda: pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu))

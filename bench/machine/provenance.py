@@ -1,4 +1,4 @@
-"""The environment of a run beside machine, source and configuration: packages, variables, and the launcher of its
+"""The environment of a run apart from machine, source and configuration: packages, variables, and the launcher of its
 ranks."""
 
 import multiprocessing
@@ -14,10 +14,10 @@ _READ_BY_LIBRARIES = (
     *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "MALLOC_", "TCMALLOC_", "LD_PRELOAD", "PYTHONHASHSEED"),
     *("PYTHONMALLOC", "PYTHON_GIL", "PYTHONOPTIMIZE", "SLURM_CPU", "SLURM_MPI"),
 )
-"""Beginnings of names of variables that change the speed of a run, or its results."""
+"""Prefixes of variables that affect the speed or the results of a run."""
 _OF_IMAGES = ("NVIDIA_REQUIRE", "NVIDIA_PRODUCT_NAME", "NVIDIA_DRIVER_CAPABILITIES")
-"""Beginnings of variables in which NVIDIA's container images describe themselves in kilobytes; no library of a run
-reads these."""
+"""Prefixes of variables in which NVIDIA's container images describe themselves in kilobytes; no library of a run reads
+these."""
 _OF_LAUNCHERS = "TORCHELASTIC_"
 _NVIDIA = "nvidia"
 """Folder of site-packages with cuBLAS, cuDNN, NCCL and others, libraries that torch loads without an import."""

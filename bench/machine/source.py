@@ -1,11 +1,11 @@
 """Identity of the source code that ran: a hash of its files, and whether a commit holds them.
 
 The hash is the id that git gives to a tree of the program's folders (git's own formats of blobs and trees, "Git
-Internals - Git Objects"), so that a commit's is had without this program:
+Internals - Git Objects"), so that a commit's hash can be computed without this program:
 
     git ls-tree COMMIT bench dlrm kernels launch pipeline | git mktree
 
-It is made from the files that run, whether they lie in a checkout, in a copy of one, or are installed.
+It is computed from the files that run, in a checkout, in a copy of one, or installed.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from dlrm_bench.bench.records.schema import Git
 PROGRAM = ("bench", "dlrm", "kernels", "launch", "pipeline")
 """Folders of a run's code."""
 _SETTINGS = ("pyproject.toml", "requirements")
-"""Dependencies of the package and their pinned versions, which decide how a run goes too."""
+"""Dependencies of the package and their pinned versions, which affect a run too."""
 _NOT_SOURCE = ("__pycache__", ".pyc", ".so", ".egg-info")
 """Endings of files that running, compiling and installing leave beside sources."""
 _BUILD = "build"
@@ -33,8 +33,8 @@ def git_state(root: Path) -> Git:
     """Returns the state of the source at `root`: its hash, its commit, and whether the two belong together.
 
     The commit is that of the checkout at `root`, or that of the environment variable SOURCE_COMMIT, for a tree that was
-    copied to its host: dirty is then None, as it cannot be known there, unless a checkout holds that commit. Untracked
-    files in the program's folders make a checkout dirty: they can be imported. Records, tests and texts do not.
+    copied to its host: dirty is then None (unknown), unless a checkout holds that commit. Untracked files in the
+    program's folders make a checkout dirty: they can be imported. Records, tests and texts do not.
     """
     source = source_hash(root)
     checkout = (root / ".git").exists()
@@ -51,14 +51,14 @@ def git_state(root: Path) -> Git:
 
 
 def source_hash(root: Path) -> str:
-    """Returns the id of the git tree of the program's folders, from their present files."""
+    """Returns the id of the git tree of the program's folders, from their current files."""
     folders = [name for name in PROGRAM if (root / name).is_dir()]
     return _tree_id([(b"40000", name, _folder_id(root / name)) for name in folders])
 
 
 def copy_source(root: Path, copy: Path) -> None:
-    """Copies the program's folders at `root` to `copy`, with all files of `source_hash` and no others; its hash is the
-    same where no file is a link. Links become files: MLPerf's checker takes those that are relative for broken ones."""
+    """Copies the program's folders at `root` to `copy`, with all files of `source_hash` and no others; the hash stays
+    the same if no file is a link. Links become files: MLPerf's checker treats relative links as broken."""
     unwanted = shutil.ignore_patterns(*(f"*{ending}" for ending in _NOT_SOURCE), _BUILD)
     for name in PROGRAM:
         if (root / name).is_dir():
@@ -66,7 +66,7 @@ def copy_source(root: Path, copy: Path) -> None:
 
 
 def source_of_commit(root: Path, commit: str) -> str | None:
-    """Returns the same id for a commit, from the checkout at `root`; None where git does not know the commit."""
+    """Returns the `source_hash` of a commit, from the checkout at `root`; None if git does not know the commit."""
     listed = git(root, "ls-tree", commit, *PROGRAM)
     if not listed:
         return None

@@ -1,4 +1,4 @@
-"""The MLPerf log of one run: every event in the order that the rules ask for, and the official check of the file.
+"""The MLPerf log of one run: every event in the order that the rules require, and the official check of the file.
 
 A benchmark's ruleset has its own keys.
 """
@@ -26,7 +26,7 @@ RunStatus = Literal["success", "aborted"]
 
 
 class _LogFile(logging.FileHandler):
-    """Flushes after each event; keeps in memory the lines that the file may lose, and the first failure in place of a
+    """Flushes after each event; keeps in memory the lines that the file may lose, and the first failure instead of a
     traceback."""
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class _LogFile(logging.FileHandler):
         super().emit(record)
 
     def write(self, lines: str) -> None:
-        """Adds lines that are no event."""
+        """Adds lines that are not events."""
         self.lines.append(lines)
         try:
             assert self.stream is not None
@@ -58,19 +58,19 @@ class _LogFile(logging.FileHandler):
     def close(self) -> None:
         try:
             super().close()
-        except OSError as error:  # what the buffer still holds does not fit either
+        except OSError as error:  # the rest of the buffer does not fit either
             self.failure = self.failure or error
 
 
 class MLPerfLog:
     """Writes the MLPerf events of one run to `path`, which must not exist yet (FileExistsError).
 
-    Global rank 0 passes a path, every other rank None, which makes each method do nothing. An event has reached the
+    Global rank 0 passes a path. Every other rank passes None, so that no method does anything. An event has reached the
     file when its method returns. Any thread may call close(), after which nothing more is logged. `epoch_num` is always
     the trained fraction of the epoch of `train_samples` samples, 0 to 1.
 
-    counted: train_samples where the ruleset counts samples (Ruleset.counts_samples): events then have samples_count
-    beside epoch_num, and training between evaluations is a block each, instead of one epoch.
+    counted: train_samples if the ruleset counts samples (Ruleset.counts_samples). Events then have samples_count beside
+    epoch_num, and the training between two evaluations is a block, instead of one epoch.
     """
 
     def __init__(self, path: Path | None, counted: int | None = None) -> None:
@@ -92,14 +92,14 @@ class MLPerfLog:
         self._in_block = False
 
     def go_on(self, lines: str) -> None:
-        """Begins with the lines of an interrupted run, whose training continues: nothing before an evaluation is logged
-        again."""
+        """Starts with the lines of an interrupted run, whose training continues: no event before an evaluation is
+        logged again."""
         self._write(lines)
         self._running = True
         self._in_block = lines.rfind(f'"{constants.BLOCK_START}"') > lines.rfind(f'"{constants.BLOCK_STOP}"')
 
     def note(self, text: str) -> None:
-        """Adds a line for people, which the checkers leave out."""
+        """Adds a line for human readers, which the checkers ignore."""
         self._write(f"# {text}\n")
 
     def _write(self, lines: str) -> None:
@@ -109,16 +109,17 @@ class MLPerfLog:
 
     @property
     def text(self) -> str:
-        """The log so far, whatever has become of the file."""
+        """The log so far, even if the file could not be written."""
         return "" if self._file is None else "".join(self._file.lines)
 
     @property
     def failure(self) -> OSError | None:
-        """The error, such as a full disk, for which the file lacks a part of the log; None if it has all."""
+        """The error, such as a full disk, because of which the file lacks a part of the log; None if the file is
+        complete."""
         return None if self._file is None else self._file.failure
 
     def cache_clear(self, value: bool) -> None:
-        """Whether the page cache was dropped before the run."""
+        """Logs whether the page cache was dropped before the run."""
         self._log(self._mllog.event, constants.CACHE_CLEAR, value)
 
     def init_start(self) -> None:
@@ -126,7 +127,7 @@ class MLPerfLog:
         self._log(self._mllog.start, constants.INIT_START)
 
     def submission(self, benchmark: str, config: MLPerfConfig, platform: str) -> None:
-        """Logs who submits what; `platform` names the system where config.platform does not."""
+        """Logs the submitter and the submission; `platform` names the system if config.platform does not."""
         for key, value in (
             (constants.SUBMISSION_BENCHMARK, benchmark),
             (constants.SUBMISSION_ORG, config.org),
@@ -137,7 +138,7 @@ class MLPerfLog:
             self._log(self._mllog.event, key, value)
 
     def hyperparameters(self, values: Sequence[tuple[str, Any]]) -> None:
-        """Everything that the closed division fixes or asks to know; keys and values."""
+        """Logs everything that the closed division fixes or requires, as keys and values."""
         for key, value in values:
             self._log(self._mllog.event, key, value)
 
@@ -165,7 +166,7 @@ class MLPerfLog:
                 self.block_start(epoch_num)
 
     def block_start(self, epoch_num: float) -> None:
-        """Begins a block, which the next evaluation or the run's end stops; does nothing where there is one epoch."""
+        """Begins a block, which the next evaluation or the run's end stops; does nothing if the log counts epochs."""
         with self._lock:
             if self._counted is not None:
                 self._in_block = True
@@ -181,7 +182,7 @@ class MLPerfLog:
             self._log(self._mllog.start, constants.EVAL_START, **self._done(epoch_num))
 
     def eval_accuracy(self, epoch_num: float, auc: float) -> None:
-        """The AUC, 0 to 1, of the evaluation under way."""
+        """Logs the AUC, 0 to 1, of the current evaluation."""
         self._log(self._mllog.event, constants.EVAL_ACCURACY, auc, **self._done(epoch_num))
 
     def eval_stop(self, epoch_num: float) -> None:
@@ -191,10 +192,10 @@ class MLPerfLog:
             self._log(self._mllog.end, constants.EVAL_STOP, **self._done(epoch_num))
 
     def close(self, status: RunStatus, epoch_num: float) -> None:
-        """Ends an evaluation left open, the run (with its status) and the epoch; of several calls the first one counts.
+        """Ends an open evaluation, the run (with its status) and the epoch; calls after the first have no effect.
 
-        status: 'aborted' after a missed target, an interrupt, a divergence or an error; 'success' otherwise, also where
-        the run had no target. Where the run has not started, the file is closed without a run_stop.
+        status: 'aborted' after a missed target, an interrupt, a divergence or an error; 'success' otherwise, also for a
+        run without a target. If the run has not started, the file is closed without a run_stop.
         """
         with self._lock:
             if self._closed:
@@ -204,7 +205,7 @@ class MLPerfLog:
             if self._running:
                 if self._in_block:
                     self._log(self._mllog.end, constants.BLOCK_STOP, **self._done(epoch_num))
-                # run_stop has the progress too, as in NVIDIA's logs: a run without evaluations has it nowhere before.
+                # run_stop has the progress too, as in NVIDIA's logs: a run without evaluations states it nowhere else.
                 self._log(self._mllog.end, constants.RUN_STOP, status=status, **self._done(epoch_num))
                 if self._counted is None:
                     self._log(self._mllog.end, constants.EPOCH_STOP, epoch_num=epoch_num)
@@ -213,7 +214,7 @@ class MLPerfLog:
                 handler.close()
 
     def _done(self, epoch_num: float) -> dict[str, float]:
-        """Returns the fields of an event for the training's progress."""
+        """Returns the fields of an event on the training's progress."""
         if self._counted is None:
             return {constants.EPOCH_NUM: epoch_num}
         return {constants.SAMPLES_COUNT: round(epoch_num * self._counted), constants.EPOCH_NUM: epoch_num}
@@ -229,20 +230,20 @@ class ComplianceVerdict:
     """The compliance checker's verdict on one log."""
 
     passed: bool
-    """The checker found nothing, and the run ended with status success."""
+    """Whether the checker found nothing, and the run ended with status success."""
     output: str
-    """The checker's text, and ours below it where we add a reason to fail."""
+    """The checker's text, followed by ours if we add a reason to fail."""
     of_data: tuple[str, ...] = ()
-    """Keys that alone made it fail, and of which the rules allow the values of MLPerf's own data alone; empty where it
-    passed or failed for something else too."""
+    """Keys that alone made the log fail, because the rules accept only the values of MLPerf's own data; empty if it
+    passed, or failed for another reason too."""
 
 
 def check_compliance(log: Path, ruleset: str, pinned: frozenset[str] = frozenset()) -> ComplianceVerdict:
     """Runs MLPerf's compliance checker over `log` in a new process; it leaves no files behind.
 
     The checker passes an aborted run whose AUC had reached the target once (or, in the open division, was evaluated at
-    all). Here such a log fails. pinned: keys for ComplianceVerdict.of_data. ValueError where the file is missing or the
-    checker does not know the ruleset.
+    all). Here such a log fails. pinned: keys for ComplianceVerdict.of_data. ValueError if the file is missing, or if
+    the checker does not know the ruleset.
     """
     if not log.is_file():
         raise ValueError(f"{log} is not a file: name the MLPerf log to check")

@@ -1,7 +1,7 @@
-"""Reads the log of an MLPerf run: a row for each run of a result_*.txt of any author.
+"""Reads MLPerf logs: a row for each run of a result_*.txt by any author.
 
-Only events of a run's course are read; everything else in the file, and every line that is not well-formed, is skipped
-and counted. A file of any size is read through a memory map, event by event.
+Only events of a run's course are read. Other lines are skipped; malformed events are counted. A file of any size is
+read through a memory map, event by event.
 """
 
 import json
@@ -19,7 +19,7 @@ from dlrm_bench.dlrm.benchmarks import of_mlperf_log
 
 _MARKER = b":::MLLOG"
 _LONGEST_EVENT = 1 << 20
-"""Bytes. The longest event of a published log is below 10 kB; a longer line is no event but damage."""
+"""Maximum bytes of an event. The longest event of a published log is below 10 kB; a longer line is damage."""
 
 
 class Event(NamedTuple):
@@ -34,12 +34,12 @@ class Event(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """Training between two evaluations, where a log counts samples."""
+    """Training between two evaluations, in a log that counts samples."""
 
     start_ms: float
     stop_ms: float
     samples: int
-    """Trained in it."""
+    """Number of samples trained in the block."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class MLPerfRun:
     """submission_status: onprem, cloud, research or preview."""
     platform: str | None = None
     seed: int | None = None
-    """The last seed, where the log has several."""
+    """The last seed, if the log has several."""
     global_batch_size: int | None = None
     train_samples: int | None = None
     start_ms: float | None = None
@@ -62,7 +62,7 @@ class MLPerfRun:
     stop_ms: float | None = None
     """Unix time of run_stop."""
     status: str = "unfinished"
-    """Status of run_stop, 'success' or 'aborted'; 'unfinished' where there is no run_stop."""
+    """Status of run_stop, 'success' or 'aborted'; 'unfinished' without a run_stop."""
     epoch_num: float | None = None
     """Largest fraction of the epoch that any event names."""
     auc: float | None = None
@@ -70,18 +70,18 @@ class MLPerfRun:
     target_ms: float | None = None
     """Unix time of the first AUC that reached the target of the closed division."""
     blocks: list[Block] = field(default_factory=list)
-    """Blocks that began and ended; empty where the log counts epochs."""
+    """Blocks that began and ended; empty if the log counts epochs."""
     evals_ms: list[float] = field(default_factory=list)
     """Duration of every evaluation that began and ended."""
     eval_epochs: list[float] = field(default_factory=list)
-    """epoch_num of every evaluation that began, where the log has it."""
+    """epoch_num of every evaluation that began, if the log has it."""
     malformed_lines: int = 0
-    """Number of lines of the whole file that begin an event and are not well-formed."""
+    """Number of malformed events in the whole file."""
 
     @property
     def known(self) -> Benchmark | None:
-        """The benchmark, if this program has it. A name that only the reference's logs use counts with MLPerf's data
-        alone: another model may be called so."""
+        """The benchmark, if this program has it. A name that only the reference's logs use is accepted only with
+        MLPerf's data: another model may have the same name."""
         found = of_mlperf_log(self.benchmark)
         if found is None or found.ruleset is None or self.benchmark == found.name:
             return found
@@ -96,8 +96,8 @@ class MLPerfRun:
 
     @property
     def train_ms_per_iteration(self) -> float | None:
-        """(run_stop - run_start - all evaluations) / iterations, in milliseconds; where the log has blocks, that of the
-        blocks that began before the target was reached, without the time between them."""
+        """(run_stop - run_start - all evaluations) / iterations, in milliseconds; if the log has blocks, the time
+        within the blocks that began before the target was reached, per iteration."""
         if self.blocks and self.global_batch_size:
             blocks = [b for b in self.blocks if self.target_ms is None or b.start_ms < self.target_ms]
             samples = sum(block.samples for block in blocks)
@@ -109,22 +109,21 @@ class MLPerfRun:
 
     @property
     def time_to_train_minutes(self) -> float | None:
-        """run_stop - run_start, which is what MLPerf scores, where the run succeeded and was evaluated."""
+        """run_stop - run_start, MLPerf's score, if the run succeeded and was evaluated."""
         if self.start_ms is None or self.stop_ms is None or self.status != "success" or self.auc is None:
             return None
         return (self.stop_ms - self.start_ms) / 60_000
 
     @property
     def minutes_to_target(self) -> float | None:
-        """Minutes from run_start to the first AUC that reached MLPerf's target, whatever came then: reference logs
-        continue."""
+        """Minutes from run_start to the first AUC that reached MLPerf's target; reference logs continue after it."""
         if self.start_ms is None or self.target_ms is None:
             return None
         return (self.target_ms - self.start_ms) / 60_000
 
     @property
     def seconds_before_training(self) -> float | None:
-        """Seconds from run_start to the first block; None where the log has none."""
+        """Seconds from run_start to the first block; None if the log has none."""
         if self.start_ms is None or not self.blocks:
             return None
         return (self.blocks[0].start_ms - self.start_ms) / 1000
@@ -136,9 +135,9 @@ class MLPerfRun:
 
 
 def read_mlperf_log(path: Path) -> list[MLPerfRun]:
-    """All runs of a log, in order: a run begins at its run_start, or at init_start where it got no further.
+    """Returns all runs of a log, in order: a run begins at its run_start, or at init_start if it never started.
 
-    ValueError, naming the file, if it cannot be read or holds no run. Damaged lines cost their own event only.
+    ValueError, naming the file, if it cannot be read or holds no run. A damaged line loses only its own event.
     """
     reader = _Reader(path)
     try:
@@ -178,7 +177,7 @@ LOG_COLUMNS = (
 
 
 def logs_table(runs: Sequence[MLPerfRun]) -> Table:
-    """A table with a row for each run."""
+    """Returns a table with a row for each run."""
     table = Table(*LOG_COLUMNS, title="MLPerf logs", title_justify="left", box=box.SIMPLE_HEAD)
     for run in runs:
         table.add_row(*log_row(run))
@@ -201,7 +200,7 @@ def log_row(run: MLPerfRun) -> tuple[str, ...]:
 
 
 def _event_lines(descriptor: int) -> Iterator[bytes]:
-    """The bytes after each marker up to the end of its line, cut at _LONGEST_EVENT."""
+    """Yields the bytes after each marker up to the end of its line, cut at _LONGEST_EVENT."""
     try:
         content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     except ValueError:  # an empty file cannot be mapped
@@ -217,7 +216,7 @@ def _event_lines(descriptor: int) -> Iterator[bytes]:
 
 
 class _Reader:
-    """Goes through events in file order."""
+    """Builds runs from events in file order."""
 
     def __init__(self, path: Path) -> None:
         self.runs: list[MLPerfRun] = []
@@ -248,7 +247,7 @@ class _Reader:
             self._follow(run, key, time, value, metadata)
 
     def _follow(self, run: MLPerfRun, key: str, time: float, value: Any, metadata: dict[str, Any]) -> None:
-        """Takes in an event between run_start and run_stop."""
+        """Processes an event between run_start and run_stop."""
         epoch, samples = metadata.get("epoch_num"), metadata.get("samples_count")
         if not is_number(epoch) and is_number(samples) and run.train_samples:
             epoch = samples / run.train_samples
@@ -275,7 +274,7 @@ class _Reader:
             run.epoch_num = max(run.epoch_num or 0.0, float(epoch))
 
     def _judge(self, run: MLPerfRun, time: float) -> None:
-        """Takes in the AUC of an evaluation."""
+        """Processes the AUC of an evaluation."""
         rules = run.known.ruleset if run.known is not None else None
         if run.target_ms is None and rules is not None and (run.auc or 0.0) >= rules.target_auc:
             run.target_ms = time
@@ -297,7 +296,8 @@ _BEGINNINGS = ("init_start", "run_start")
 
 
 def _begins_another(run: MLPerfRun, key: str) -> bool:
-    """Whether `key` belongs to a run after `run`; a run may die anywhere, and a file continue with the next one."""
+    """Whether `key` belongs to a run after `run`: a run may die anywhere, and the file may continue with the next
+    run."""
     if key in _BEGINNINGS and run.start_ms is not None:
         return True
     return (key in _HEADER and run.stop_ms is not None) or (key == "init_start" and run.benchmark is not None)

@@ -28,7 +28,7 @@ from dlrm_bench.pipeline.static.options import StaticOptions
 
 
 def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_COSTS) -> None:
-    """Prints the plan of these ranks on GPUs of these costs as a table; ValueError where there is none."""
+    """Prints the plan of these ranks on GPUs of these costs as a table; ValueError if there is no plan."""
     if not config.model.tables.pooled:
         print_row_plan(config, topology, costs)
         return
@@ -85,13 +85,13 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         hot = max(sum(tables.hot[shard.table] for shard in plan.of_rank(rank)) for rank in range(world_size))
         needed = _places_gb(config, costs, options.dynamic_rows, global_batch_size * hot)
         console.print(
-            f"{_share_of_rows(config, world_size, options.dynamic_rows)}; {needed:.1f} GB a rank with state, map "
-            "and the rows of an evaluation that nobody has named. The table shows what all rows would take"
+            f"{_share_of_rows(config, world_size, options.dynamic_rows)}; {needed:.1f} GB per rank with state, map "
+            "and an evaluation's rows that training has not named. The table shows the memory of all rows"
         )
 
 
 def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: GpuCosts) -> Plan:
-    """Returns the plan of the static pipeline; ValueError where there is none."""
+    """Returns the plan of the static pipeline; ValueError if there is no plan."""
     tables = config.model.tables
     memory_bytes = int(costs.memory_bytes * HEADROOM) if options.dynamic_rows is None else None
     if options.tiers is not None and memory_bytes is not None:
@@ -113,8 +113,8 @@ def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: 
 
 
 def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> None:
-    """Prints what each rank holds of tables that are split by rows over all of them, and what it exchanges in an
-    iteration; ValueError where that does not fit."""
+    """Prints each rank's part of tables that are split by rows over all ranks, and its exchanges per iteration;
+    ValueError if the part does not fit."""
     tables, ranks = config.model.tables, topology.world_size
     if isinstance(config.pipeline, StaticOptions) and config.pipeline.dynamic_rows is not None:
         _print_dynamic_rows(config, topology, costs, config.pipeline.dynamic_rows)
@@ -122,11 +122,11 @@ def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> No
     states = config.optimizer.tables.state_columns(tables.columns)
     table = Table(
         title=f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: "
-        "each table by rows, alike on every rank",
+        "each table by rows, equally over the ranks",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for name in ("table", "rows", "rows a rank", "tables, GB", "state, GB"):
+    for name in ("table", "rows", "rows per rank", "tables, GB", "state, GB"):
         table.add_column(name, justify="left" if name == "table" else "right", no_wrap=True)
     held = [math.ceil(rows / ranks) for rows in tables.rows]
     weights, state = ([4e-9 * own * columns for own in held] for columns in (tables.columns, states))
@@ -146,19 +146,19 @@ def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> No
 
 
 def _print_dynamic_rows(config: RunConfig, topology: Topology, costs: GpuCosts, places: int) -> None:
-    """Prints what each rank has memory for where rows are made when they are first named."""
+    """Prints the memory of each rank if rows are made when they are first named."""
     tables, ranks, needed = config.model.tables, topology.world_size, _places_gb(config, costs, places)
     Console(width=120, markup=False, highlight=False).print(
         f"{config.preset} on {ranks} rank(s){_nodes(topology)}, global batch {config.local_batch_size * ranks}: "
-        f"{_share_of_rows(config, ranks, places)}; {needed:.1f} GB a rank with state and map, where all rows would "
-        f"take {tables.bytes / ranks / 1e9:.1f}. How many a training names: "
+        f"{_share_of_rows(config, ranks, places)}; {needed:.1f} GB per rank with state and map; all rows would "
+        f"take {tables.bytes / ranks / 1e9:.1f}. To count the rows of a training: "
         f"dlrm-bench data rows --preset {config.preset}"
     )
     _print_rank(config, topology, costs, needed)
 
 
 def _places_gb(config: RunConfig, costs: GpuCosts, places: int, unnamed: int = 0) -> float:
-    """Returns the GB of a rank with `places`; ValueError where it has less. unnamed: as bytes_of takes it."""
+    """Returns the GB of a rank with `places`; ValueError if it has less. unnamed: as bytes_of takes it."""
     columns = config.model.tables.columns
     states = config.optimizer.tables.state_columns(columns)
     needed, available = 1e-9 * bytes_of(places, columns, states, unnamed), 1e-9 * costs.memory_bytes * HEADROOM
@@ -171,16 +171,17 @@ def _places_gb(config: RunConfig, costs: GpuCosts, places: int, unnamed: int = 0
 
 
 def _share_of_rows(config: RunConfig, ranks: int, places: int) -> str:
-    """Returns in words how many of all rows have places."""
+    """Returns the share of all rows that have places, in words."""
     rows = sum(config.model.tables.rows)
     return (
-        f"rows are made when they are first named, {places:,} of each rank's at most, "
+        f"rows are made when they are first named, at most {places:,} per rank, "
         f"{min(1.0, places * ranks / rows):.1%} of all {rows:,}"
     )
 
 
 def _print_rank(config: RunConfig, topology: Topology, costs: GpuCosts, needed: float) -> None:
-    """Prints what memory a rank has left, and what leaves it in an iteration. needed: GB of tables and state."""
+    """Prints the memory that a rank has left, and the data that leave it per iteration. needed: GB of tables and
+    state."""
     ranks, available = topology.world_size, 1e-9 * costs.memory_bytes * HEADROOM
     console = Console(width=120, markup=False, highlight=False)
     console.print(
@@ -197,7 +198,7 @@ def _print_rank(config: RunConfig, topology: Topology, costs: GpuCosts, needed: 
 
 
 def topology_of(world_size: int, gpus_per_node: int | None, network_gb_s: float | None) -> Topology:
-    """Returns the topology that --print-plan's flags describe; ValueError names a bad one."""
+    """Returns the topology that --print-plan's flags describe; ValueError names an invalid flag."""
     if world_size < 1:
         raise ValueError(f"--print-plan {world_size}: a plan is for at least one rank")
     gpus = gpus_per_node if gpus_per_node is not None else GPUS_PER_NODE
@@ -223,12 +224,12 @@ def costs_at(limits: Path | None, host_memory_gb: float | None, topology: Topolo
 
 
 def measured_costs(limits: Limits) -> GpuCosts:
-    """Returns the costs of the GPU that `limits` were measured on. What the limits lack is that GPU type's, or by
-    default another's.
+    """Returns the costs of the GPU that `limits` were measured on. Costs that the limits lack are those of the GPU's
+    type, or of a default type.
 
     An all-to-all's latency and rate are those of the line through the measured exchanges, by bytes that leave a rank.
-    Times of lookup and update are proportional to the memory rate. ValueError where the measurement had fewer than two
-    GPUs, or its exchanges lie on no rising line.
+    Times of lookup and update are proportional to the memory rate. ValueError if the measurement had fewer than two
+    GPUs, or if its exchanges do not lie on a rising line.
     """
     machine, world_size = limits["machine"], limits["config"]["world_size"]
     name, memory_gb, host_gb = machine["gpu"], machine["gpu_memory_gb"], machine.get("memory_gb")

@@ -1,4 +1,4 @@
-"""The part of `--print-plan` about tables in two tiers of memory: what each rank has where, and what moves."""
+"""The part of `--print-plan` about tables in two tiers of memory: each rank's bytes by tier, and the rows that move."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,16 +20,16 @@ from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 def print_tiers(
     console: Console, config: RunConfig, plan: Plan, topology: Topology, memory: TableMemory, costs: GpuCosts
 ) -> None:
-    """Prints the tiers of each rank of a plan, and their predicted costs. ValueError where a rank's share is too small,
-    or the counts are another model's."""
+    """Prints the tiers of each rank of a plan, and their predicted costs. ValueError if a rank's share is too small, or
+    if the counts are another model's."""
     tables, samples = config.model.tables, config.local_batch_size * topology.world_size
     rates, source = _rates(config, memory.counts)
     loads = tier_loads(plan, tables, config.optimizer.tables, memory, samples, rates)
     table = Table(
         title="weights and optimizer state on two tiers; a rank and an iteration",
-        caption=f"us: at {costs.host_rows_per_us:g} rows a microsecond, both ways, which kernels reach with rows of up "
-        f"to 1 KB on {costs.measured_on}. Misses by {source}, with the rows that are named most often on the device "
-        "from the first iteration on: a placement that learns them while it trains misses more",
+        caption=f"us: at {costs.host_rows_per_us:g} rows per microsecond, both ways, which kernels reach with rows of "
+        f"up to 1 KB on {costs.measured_on}. Misses by {source}, with the most frequent rows on the device from the "
+        "first iteration on: a placement that learns them during training misses more",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -47,15 +47,15 @@ def print_tiers(
         )
     console.print(table)
     console.print(
-        f"a sample misses {misses_per_sample(loads, tables, samples):.3g} rows, counted once a batch, of its "
-        f"{tables.ids_per_sample} ids; the most that a rank moves takes {max(load.us(costs) for load in loads):.0f} "
-        "us, beside the iteration before"
+        f"a sample misses {misses_per_sample(loads, tables, samples):.3g} rows, counted once per batch, of its "
+        f"{tables.ids_per_sample} ids; the busiest rank moves rows for {max(load.us(costs) for load in loads):.0f} "
+        "us, during the previous iteration"
     )
     console.print(_host_memory(loads, topology, costs))
 
 
 def _rates(config: RunConfig, counts: Path | None) -> tuple[Sequence[RowRates], str]:
-    """Returns how often a sample names the rows of each table, and where that is from."""
+    """Returns the rates at which a sample names the rows of each table, and their source."""
     tables, ids = config.model.tables, config.data.id_statistics
     rates = table_rates(tables, ids, counts)
     if counts is not None:

@@ -1,8 +1,8 @@
-"""Readable names of GPU kernels, and their stages where no range around a launch gives one.
+"""Readable names of GPU kernels, and their stages if no range around a launch gives one.
 
-The kernels of a CUDA graph's replay all have one launch. Most names belong to one stage. Sorts, regrouping and
-all-to-alls belong to several: there the order of the replay decides, as far as the stages' dependencies fix it, and
-else the stage is OTHER.
+All kernels of a CUDA graph's replay have one launch. Most names belong to one stage. Sorts, regrouping and all-to-alls
+belong to several: their stage follows from the order of the replay as far as the stages' dependencies determine it, and
+is OTHER otherwise.
 """
 
 import re
@@ -60,7 +60,7 @@ class _Family(NamedTuple):
     pattern: re.Pattern[str]
     name: str | Callable[[str], str]
     stage: str | None
-    """None where several stages have such kernels."""
+    """None if several stages have such kernels."""
 
 
 def _identifier(name: str) -> str:
@@ -85,13 +85,13 @@ def _fbgemm(name: str) -> str:
     return re.sub(r"_(codegen|unweighted|kernel)(?=_|$)", "", _identifier(name))
 
 
-# First match decides. FBGEMM's namespace must not pass for a GEMM.
+# The first match counts. FBGEMM's namespace must not match as a GEMM.
 _FAMILIES = (
     _Family(re.compile(r"^Memcpy HtoD"), str, _INPUT),
     _Family(re.compile(r"^Mem(cpy|set)"), str, None),
     _Family(re.compile(r"^nccl\w*Kernel_.*(SendRecv|AllToAll)", re.I), _nccl, None),
     _Family(re.compile(r"^nccl\w*Kernel_(AllReduce|ReduceScatter)"), _nccl, _DENSE),
-    _Family(re.compile(r"^nccl\w*Kernel_AllGather"), _nccl, _UPDATE),  # weights that each rank updated its part of
+    _Family(re.compile(r"^nccl\w*Kernel_AllGather"), _nccl, _UPDATE),  # weights of which each rank updated a part
     _Family(re.compile(r"^nccl\w*Kernel_"), _nccl, None),
     _Family(BARRIER, "peer memory: barrier", None),
     _Family(re.compile(r"RadixSort"), "radix sort", None),
@@ -189,8 +189,8 @@ class _Order:
         return stage_of_name(name)
 
     def _stage_of_barrier(self, event: dict[str, Any]) -> str:
-        """Returns the stage of a barrier: before and behind each dense update, behind ids, behind pooled vectors, and
-        behind their gradients."""
+        """Returns the stage of a barrier. There is one before and after each dense update, and one after ids, pooled
+        vectors and their gradients."""
         stream = [other for other in self._events if other["tid"] == event["tid"]]
         at = stream.index(event)
         if "_sharded_adagrad_kernel" in (other["name"] for other in stream[max(at - 1, 0) : at + 2]):

@@ -2,9 +2,9 @@
 
 dlrm-bench host RECORD, or dlrm-bench host --preset launch-bound [--field value ...]
 
-A timed run has no profiler. A profiled run leaves a record of its own, whose blocks from host to kernels are filled
-and whose latencies nobody should compare, and a trace of each rank for Perfetto (https://ui.perfetto.dev). With --nvtx
-it traces nothing and emits its ranges for nsys instead: CUPTI serves one profiler at a time.
+A timed run has no profiler. A profiled run leaves its own record, which has the blocks from host to gpu_of_ranks and
+whose latencies must not be compared, and a trace of each rank for Perfetto (https://ui.perfetto.dev). With --nvtx it
+traces nothing and emits its ranges for nsys instead: CUPTI serves one profiler at a time.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from dlrm_bench.bench.profile.trace import summarize_trace
 from dlrm_bench.bench.records.schema import Kernel, Profile, Span
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
-if TYPE_CHECKING:  # at run time it would bring TorchRec into the command line, which reads records only
+if TYPE_CHECKING:  # a run-time import would load TorchRec into the command line, which only reads records
     from dlrm_bench.pipeline.interface import Pipeline
 
 MEASURED = 50
@@ -73,7 +73,7 @@ class ProfiledPipeline:
             )
 
     def train_step(self, batches: Iterator[Any]) -> Tensor:
-        """A step of the pipeline, within a range named ITERATION once the profiler has settled."""
+        """Runs a step of the pipeline, within a range named ITERATION once the profiler has settled."""
         step = self._step - self._starts
         self._step += 1
         if step == 0:
@@ -91,11 +91,11 @@ class ProfiledPipeline:
         return loss
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the pipeline has under this name: of its other methods nothing is measured."""
+        """Returns the pipeline's attribute of this name: its other methods are not measured."""
         return getattr(self._pipeline, name)
 
     def profile(self) -> Profile:
-        """Writes the traces and returns their analysis, as mean of the ranks. Collective, after training."""
+        """Writes the traces and returns their analysis, mean over the ranks. Collective, after training."""
         wall_ms = self._wall_ms / MEASURED
         times = {"cpu_ms": self._cpu_ms / MEASURED, "launching_thread_ms": self._thread_ms / MEASURED}
         own = Profile(
@@ -124,13 +124,13 @@ class ProfiledPipeline:
         if self._profiler is not None:
             self._on.enter_context(self._profiler)
         else:
-            self._on.enter_context(torch.cuda.profiler.profile())  # where nsys has --capture-range cudaProfilerApi
+            self._on.enter_context(torch.cuda.profiler.profile())  # for nsys with --capture-range cudaProfilerApi
             self._on.enter_context(torch.autograd.profiler.emit_nvtx())
 
     def _clocks(self, sign: int) -> None:
-        """Adds (1) or subtracts (-1) the times so far of the process, of this thread and of the wall clock.
+        """Adds (1) or subtracts (-1) the current times of the process, of this thread and of the wall clock.
 
-        The host polls for the GPU before the first iteration that counts; after the last one its own time is read
+        The host waits for the GPU before the first measured iteration; after the last one, the host's own time is read
         before it waits. Reading the other threads' times is not part of the measured time at either end.
         """
         if sign < 0:
@@ -151,9 +151,9 @@ class ProfiledPipeline:
 def mean_of_ranks(ranks: Sequence[Profile]) -> Profile:
     """Returns the mean of the ranks' profiles; kernels keep their extremes too.
 
-    A kernel that a rank did not have counts as zero there; times of a stage are means of the ranks that had it. The
-    idle fraction is the largest of any rank: the others wait for that rank, in collectives that count as busy. The mean
-    stands beside it, and each rank's own.
+    A kernel counts as zero on a rank that did not have it; times of a stage are means over the ranks that had it. The
+    idle fraction is the largest of any rank: the others wait for that rank, in collectives that count as busy. The
+    mean, and each rank's own fraction, are recorded too.
     """
     spans: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     kernels: defaultdict[tuple[str, str], list[Kernel]] = defaultdict(list)
@@ -181,7 +181,7 @@ def mean_of_ranks(ranks: Sequence[Profile]) -> Profile:
 
 
 def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
-    """Joins one kernel of several ranks; the ranks without it spent nothing on it."""
+    """Merges one kernel of several ranks; it counts as zero on ranks without it."""
     calls, us = (sum(kernel[field] for kernel in same) / ranks for field in ("calls", "us"))
     least = min(kernel["least_us"] for kernel in same) if len(same) == ranks else 0.0
     most = max(kernel["most_us"] for kernel in same)
@@ -189,7 +189,7 @@ def _merged(same: Sequence[Kernel], ranks: int) -> Kernel:
 
 
 def _mean_by_name(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean by name, largest first; a name that a rank does not have counts as zero there."""
+    """Returns the mean by name, largest first; a name counts as zero on a rank without it."""
     total: defaultdict[str, float] = defaultdict(float)
     for rank in ranks:
         for name, ms in rank.items():

@@ -9,7 +9,7 @@ from dlrm_bench.bench.records.schema import RunRecord, Span
 KERNELS_SHOWN = 10
 
 _SHOWN_MS = 0.001
-"""Threads of less CPU time an iteration are left out of the table."""
+"""Threads with less CPU time per iteration are left out of the table."""
 
 _BAR = 40  # characters
 
@@ -33,7 +33,7 @@ def host_table(run: RunRecord) -> Table:
         if ms >= _SHOWN_MS:
             table.add_row(f"  {name}, ms", f"{ms:.3f}", "")
     if gpu and "computing_ms" in gpu:
-        table.add_row("but for collectives, ms", "", f"{gpu['computing_ms']:.3f}")
+        table.add_row("without collectives, ms", "", f"{gpu['computing_ms']:.3f}")
     table.add_row("of, ms", f"{host['wall_ms']:.3f}", _idle(gpu) if gpu else "")
     for name in COUNTS:
         table.add_row(name.replace("_", " "), f"{host[name]:g}" if name in host else "not counted", "")
@@ -45,7 +45,7 @@ def host_table(run: RunRecord) -> Table:
 
 
 def timeline_table(run: RunRecord) -> Table | None:
-    """Returns a table of each stage's span; None where the record has none."""
+    """Returns a table of each stage's span; None if the record has none."""
     timeline = run.get("timeline")
     if not timeline:
         return None
@@ -62,7 +62,7 @@ def timeline_table(run: RunRecord) -> Table | None:
 
 
 def kernel_table(run: RunRecord) -> Table | None:
-    """Returns a table of the longest kernels and copies of a profiled run on GPUs; None where the record has none."""
+    """Returns a table of the longest kernels and copies of a profiled run on GPUs; None if the record has none."""
     kernels = run.get("kernels")
     if not kernels:
         return None
@@ -86,6 +86,6 @@ def _extent(timeline: dict[str, Span]) -> tuple[float, float]:
 
 
 def _idle(gpu: dict[str, float]) -> str:
-    """Returns the GPU idle time of the worst rank, and the mean over the ranks where the record has it."""
+    """Returns the GPU idle time of the worst rank, and the mean over the ranks if the record has it."""
     mean = gpu.get("mean_idle_fraction")
     return f"{gpu['idle_fraction']:.0%} idle" + ("" if mean is None else f" (worst rank; mean {mean:.0%})")

@@ -1,6 +1,6 @@
 """Analysis of a profiler trace of a few iterations: host calls, GPU work by kernel, and their stages.
 
-The doctor's trace.py reads the file and the host's side; kernels outside of any range have the stages of their names.
+The doctor's trace.py reads the file and the host's side; kernels outside of any range get the stages of their names.
 """
 
 from bisect import bisect_right
@@ -33,7 +33,7 @@ from dlrm_bench.bench.records.schema import Kernel, Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """The analysis of one rank's trace, for an iteration. Times in milliseconds; GPU fields are None without a GPU."""
+    """The analysis of one rank's trace, per iteration. Times in milliseconds; GPU fields are None without a GPU."""
 
     calls: dict[str, float]
     """kernel_launches, graph_launches, stream_syncs, memcpy_calls, d2h_copies."""
@@ -41,11 +41,11 @@ class TraceSummary:
     """Time of the launching threads within each stage, waiting included; 'other' is the rest of the iteration."""
     gpu: GPUTimes | None
     gpu_stages_ms: dict[str, float] | None
-    """Sum of the durations of each stage's kernels and copies; overlapping ones add up to more than busy."""
+    """Sum of the durations of each stage's kernels and copies; with overlap it exceeds the busy time."""
     kernels: list[Kernel] | None
     """Longest first."""
     timeline: dict[str, Span]
-    """Stages that had work, median over the iterations; on the host where there is no GPU."""
+    """Stages that had work, median over the iterations; on the host without a GPU."""
 
 
 def summarize_trace(events: Iterable[dict[str, Any]]) -> TraceSummary:
@@ -88,7 +88,7 @@ class _Work(NamedTuple):
 
 
 def _gpu_work(events: Sequence[dict[str, Any]], calls: dict[int, Call]) -> list[_Work]:
-    """Returns all work that the calls of the window launched, by its start."""
+    """Returns all work that the calls of the window launched, sorted by start."""
     work = []
     for correlation, launched in launched_by_call(events, calls).items():
         call = calls[correlation]
@@ -99,8 +99,8 @@ def _gpu_work(events: Sequence[dict[str, Any]], calls: dict[int, Call]) -> list[
 
 
 def _stages_of_call(call: Call, launched: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the stage of each launched event: that of the range around the call, or by its kernels where there is
-    none."""
+    """Returns the stage of each launched event: that of the range around the call, or else that of the kernels'
+    names."""
     if call.stage != OTHER:
         return [call.stage] * len(launched)
     return stages_of_replay(launched) if call.replays else [stage_of_name(event["name"]) for event in launched]
@@ -125,7 +125,7 @@ def _kernels(gpu: Sequence[_Work], n: int) -> list[Kernel]:
 
 
 def _gpu_timeline(gpu: Sequence[_Work], starts: Sequence[float]) -> dict[str, Span]:
-    """Returns each stage's span on the GPU; work counts to the iteration that launched it, whenever it runs."""
+    """Returns each stage's span on the GPU; work belongs to the iteration that launched it, whenever it runs."""
     first: dict[int, float] = {}
     spans = []
     for work in gpu:

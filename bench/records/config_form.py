@@ -1,7 +1,7 @@
-"""Checks the form of a record's configuration: each field is one of a run's, with a value of that field's type.
+"""Checks the form of a record's configuration: each field is one of a run's, with a value of the field's type.
 
-A record may come from anybody, and its configuration becomes the command line of a rerun. A value that no field takes
-is refused here, before any code of any commit reads it.
+A record may come from anybody, and its configuration becomes the command line of a rerun. Invalid values are refused
+here, before code of any commit reads them.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.dlrm.benchmarks import benchmark_of
 
 _OF_A_RECORD = {"world_size": int, "global_batch_size": int}
-"""Keys of a record's configuration beside the fields of RunConfig."""
+"""Keys of a record's configuration in addition to the fields of RunConfig."""
 
 
 def check_config(file: Path, config: dict[str, Any]) -> None:
-    """Checks the configuration of a record, as `upgraded` returns it. ValueError, naming the file and the field, where
-    it has a field that this version does not know, or a value that the field cannot have."""
+    """Checks the configuration of a record, as `upgraded` returns it. ValueError, naming the file and the field, if a
+    field is unknown to this version, or has an invalid value."""
     wrong = next(_wrong(config), None)
     if wrong is not None:
         raise ValueError(f"{file}: config.{wrong}: this record cannot be repeated")
@@ -36,7 +36,7 @@ def _wrong(config: dict[str, Any]) -> Iterator[str]:
         if name not in config:
             yield f"{name} is missing"
         elif (text := _expected(config[name], kind)) is not None or config[name] < 1:
-            yield f"{name} is {config[name]!r}, expected {text or 'a positive one'}"
+            yield f"{name} is {config[name]!r}, expected {text or 'a positive number'}"
     if "preset" not in config:
         yield "preset is missing"
     benchmark = benchmark_of(config)
@@ -50,12 +50,12 @@ def _wrong(config: dict[str, Any]) -> Iterator[str]:
 def _wrong_fields(
     values: dict[str, Any], form: type, prefix: str, blocks: Mapping[str, type] = MappingProxyType({})
 ) -> Iterator[str]:
-    """Yields a sentence about each value that is no field of the dataclass, or not of its field's type. blocks: types
-    of fields whose type the form leaves open."""
+    """Yields a sentence about each value that is not a field of the dataclass, or not of the field's type. blocks:
+    types of fields whose type the form leaves open."""
     hints = {**get_type_hints(form), **blocks}
     for name, value in values.items():
         if name not in hints or name not in {field.name for field in dataclasses.fields(form)}:
-            yield f"{prefix}{name!a} is no field that this version knows"
+            yield f"{prefix}{name!a} is not a field that this version knows"
         elif dataclasses.is_dataclass(hints[name]):
             if isinstance(value, dict):
                 yield from _wrong_fields(value, hints[name], f"{prefix}{name}.")
@@ -66,7 +66,7 @@ def _wrong_fields(
 
 
 def _expected(value: Any, kind: Any) -> str | None:
-    """Returns the JSON value that a field of this type takes, in words; None where `value` is one."""
+    """Returns the JSON values that a field of this type takes, in words; None if `value` is one."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     arguments = get_args(kind)
@@ -85,8 +85,8 @@ _WORDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a finite number",
-    str: "a text, which begins with no dash",
-    Path: "a path, which begins with no dash",
+    str: "a text that does not begin with a dash",
+    Path: "a path that does not begin with a dash",
     type(None): "null",
 }
 
@@ -97,5 +97,5 @@ def _is(value: Any, kind: type) -> bool:
     if kind in (int, float):
         fits = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
         return fits and (isinstance(value, int) or math.isfinite(value))
-    # Code that puts a text with a dash behind a flag would take it for a flag.
+    # Behind a flag, a text with a dash would be taken for another flag.
     return kind in (str, Path) and isinstance(value, str) and not value.startswith("-")

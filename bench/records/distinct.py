@@ -1,4 +1,4 @@
-"""Recognition of copies: a run counts once, in whatever folders its record lies."""
+"""Detection of copies: a run counts once, however many folders hold its record."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from dlrm_bench.bench.records.record import Record
 def record_key(record: Record) -> tuple[str, str, str]:
     """Returns the run's id, the time of its end, and a digest of its latencies and losses.
 
-    They are equal for copies alone. The id by itself does not tell runs apart: those of a ladder are named by round and
-    rung.
+    Only copies have equal keys. The id alone does not identify a run: a ladder's runs are named by round and rung.
     """
     digest = hashlib.sha256(record.iterations_ms.tobytes() + record.losses.tobytes()).hexdigest()
     return record.run["id"], record.run["created"], digest

@@ -30,8 +30,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_form(path: Path, form: type[T], schemas: Sequence[int], way_out: str) -> T:
-    """Returns the content of a JSON file of a form, as check_form takes it. ValueError, naming the file and, where it
-    cannot be read, a way out."""
+    """Returns the content of a JSON file of a form that check_form accepts. ValueError names the file and, if it cannot
+    be read, `way_out`."""
     try:
         content: Any = read_json(path)
     except OSError as error:
@@ -41,10 +41,10 @@ def read_form(path: Path, form: type[T], schemas: Sequence[int], way_out: str) -
 
 
 def json_text(value: Any, indent: int = 0) -> str:
-    """Returns JSON in lines of at most 160 columns without spaces, which hold as many values as fit.
+    """Returns JSON without spaces, with as many values in a line as fit into 160 columns.
 
-    A flat list is on one line always, and each value of the outermost object begins a line. A record takes half of the
-    bytes of json.dumps(indent=2), and is read more easily. ValueError for a number that JSON cannot hold.
+    A flat list is always on one line, and each value of the outermost object begins a line. A record takes half the
+    bytes of json.dumps(indent=2), and is easier to read. ValueError for a number that JSON cannot hold.
     """
     line = _json_line(value)
     flat = isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
@@ -66,7 +66,7 @@ def _json_line(value: Any) -> str:
 
 
 def _filled(items: Sequence[str], columns: int) -> list[str]:
-    """Joins neighbouring items into lines of at most `columns` columns; an item of several lines stays alone."""
+    """Joins adjacent items into lines of at most `columns` columns; an item of several lines stays alone."""
     lines: list[str] = []
     for item in items:
         joined = f"{lines[-1]},{item}" if lines else item
@@ -108,7 +108,7 @@ def _missing(value: Any, kind: Any, field: str) -> Iterator[str]:
 
 
 def _wrong(value: Any, kind: Any, field: str) -> Iterator[str]:
-    """Yields a sentence about each value of another type than its field's, and each number that JSON cannot hold."""
+    """Yields a sentence about each value of a wrong type, and each number that JSON cannot hold."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{field} is {value}, which JSON cannot hold"
     elif not _has_type(value, kind):
@@ -119,7 +119,7 @@ def _wrong(value: Any, kind: Any, field: str) -> Iterator[str]:
 
 
 def _inner(value: Any, kind: Any, field: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yields path, value and type of each value within a value; the type is Any where it is unknown."""
+    """Yields path, value and type of each value within a value; the type is Any if it is unknown."""
     kind = _without_none(kind)
     arguments = get_args(kind)
     if isinstance(value, dict):
@@ -132,7 +132,7 @@ def _inner(value: Any, kind: Any, field: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _has_type(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotation's type, its inner values aside."""
+    """Whether a value is of an annotation's type, regardless of its inner values."""
     if kind is Any or (value is None and type(None) in get_args(kind)):
         return True
     kind = _without_none(kind)

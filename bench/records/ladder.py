@@ -1,4 +1,5 @@
-"""The form of ladder.json, and reading a ladder: the folder that holds it and the records of its members."""
+"""The form of ladder.json, and reading a ladder: the folder with ladder.json and its members, the records of its
+runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +15,21 @@ PLAN_SCHEMA = 1
 
 
 class Plan(TypedDict):
-    """The content of plan.json, which is written first: enough to resume an interrupted ladder."""
+    """The content of plan.json, which is written first and suffices to resume an interrupted ladder."""
 
     schema: int
     command: str
     rungs: "list[PlannedRung]"
     rounds: int
-    """Number of rounds, or its limit."""
+    """Number of rounds, or their maximum."""
     detect: float | None
-    """Difference (0.02: 2 %) that ends the ladder once the rounds find it; None for a fixed number of rounds."""
+    """Difference (0.02: 2 %) that ends the ladder once the rounds can find it; None for a fixed number of rounds."""
     minutes: float | None
     """Minutes after which no other round begins; None for no limit."""
     seed: int
     processes: int
     launch: NotRequired[list[str]]
-    """Command that starts each run, in place of `processes` ranks on this machine."""
+    """Command that starts each run, instead of `processes` ranks on this machine."""
     flags: list[str]
     """Flags of launch/dlrm.py for all rungs."""
     host: bool
@@ -56,8 +57,8 @@ class Ladder(TypedDict):
     rounds: int
     """Number of rounds that were run."""
     detect: NotRequired[float | None]
-    """Difference (0.02: 2 %) that ended the ladder when it was found; None, or absent, where the number of rounds was
-    fixed."""
+    """Difference (0.02: 2 %) that ended the ladder once the rounds could find it; None, or absent, for a fixed number
+    of rounds."""
     seed: int
     rungs: "list[RungResult]"
     order: list[str]
@@ -65,7 +66,7 @@ class Ladder(TypedDict):
 
 
 class RungResult(TypedDict):
-    """A rung in ladder.json. A speed-up of 2 means half the time; intervals are 95 %, None where one round was run.
+    """A rung in ladder.json. A speed-up of 2 means half the time; intervals are 95 %, None after one round.
 
     Speed-ups, intervals and `detectable` restate over_first and over_previous for readers.
     """
@@ -75,7 +76,7 @@ class RungResult(TypedDict):
     record: str
     """Id of the member with the middle median."""
     records: list[str]
-    """Ids of one member of each round, in order."""
+    """Ids of the members, one per round, in order."""
     median_ms: float
     """Geometric mean of the members' medians."""
     speedup_vs_first: float
@@ -90,30 +91,31 @@ class RungResult(TypedDict):
     note: NotRequired[str]
     """The change that the rung makes, in a sentence; may be empty."""
     detectable: NotRequired[float | None]
-    """Smallest difference from the first rung that the rounds find; None for the first, and after one round."""
+    """Smallest difference from the first rung that the rounds find; None for the first rung, and after one round."""
     detectable_interval: NotRequired[list[float] | None]
     """95 % interval of `detectable`: the spread of a few rounds is poorly known."""
     over_first: NotRequired["Judged | None"]
-    """The comparison with the first rung; None for the first rung itself. Older ladders are judged anew when read."""
+    """The comparison with the first rung; None for the first rung itself. For older ladders it is computed when
+    read."""
     over_previous: NotRequired["Judged | None"]
-    """The comparison with the rung before."""
+    """The comparison with the previous rung."""
     agrees_by_luck: NotRequired[str | None]
-    """A sentence where the rounds agree better than their iterations let expect, so that intervals are too narrow."""
+    """A sentence if the rounds agree better than their iterations predict, so that intervals are too narrow."""
     spread: NotRequired["RungSpread"]
     timed_s: NotRequired[float]
     """Seconds of timed iterations of the shortest member."""
     by_clock_ms: NotRequired[float]
     """Geometric mean of the members' elapsed time over iterations."""
     power_w: NotRequired[float | None]
-    """Watts of a GPU over the timed iterations, median of the members."""
+    """Power of a GPU over the timed iterations in watts, median of the members."""
     sm_clock_mhz: NotRequired[float | None]
-    """Clock of the SMs then."""
+    """SM clock over the timed iterations, median of the members."""
     host: NotRequired["HostCost | None"]
-    """None where no profiled run was asked for, or it failed."""
+    """None if no profiled run was requested, or if it failed."""
 
 
 class Judged(TypedDict):
-    """One comparison of a ladder: a rung with another, less the part that a drift of the machine explains."""
+    """One comparison of two rungs of a ladder, without the part that a drift of the machine explains."""
 
     log: float
     """Natural logarithm of the rung's time over the other's."""
@@ -136,7 +138,7 @@ class RungSpread(TypedDict):
 
 
 class HostCost(TypedDict):
-    """The results of a rung's profiled run for an iteration, mean of the ranks."""
+    """Results of a rung's profiled run per iteration, mean over the ranks."""
 
     record: str
     """Id of the profiled run."""
@@ -162,10 +164,10 @@ def read_ladder(folder: Path, read: Callable[[Path], Record] = read_record) -> t
 
 
 def members_of(folder: Path) -> dict[str, list[str]] | None:
-    """Returns the ids of each rung's finished timed runs, by its name; None if `folder` is no ladder's.
+    """Returns the ids of each rung's finished timed runs, by the rung's name; None if `folder` is not a ladder.
 
-    The ladder may have been interrupted, so that rungs differ in the number of their runs. ValueError, naming the file,
-    if ladder.json, or the plan of an interrupted ladder, is damaged.
+    Rungs of an interrupted ladder may differ in their number of runs. ValueError, naming the file, if ladder.json, or
+    the plan of an interrupted ladder, is damaged.
     """
     if (folder / LADDER_JSON).exists():
         return {rung["name"]: rung["records"] for rung in read_ladder_json(folder)["rungs"]}
@@ -177,13 +179,13 @@ def members_of(folder: Path) -> dict[str, list[str]] | None:
 
 
 def ended_by_precision(folder: Path) -> bool:
-    """Whether the number of rounds of the ladder in `folder` follows from their differences (--rounds auto)."""
+    """Whether the precision of the rounds determined their number in the ladder in `folder` (--rounds auto)."""
     ladder = (folder / LADDER_JSON).exists()
     return (read_ladder_json(folder).get("detect") if ladder else read_plan(folder)["detect"]) is not None
 
 
 def run_id(number: int, rung: str) -> str:
-    """Returns the id of a rung's timed run in round `number`, from 0 on."""
+    """Returns the id of a rung's timed run in round `number`, counted from 0."""
     return f"{number:02d}-{rung}"
 
 

@@ -1,4 +1,4 @@
-"""The form of limits.json, reading it, and the floor by its ceilings."""
+"""The form of limits.json, reading it, and the floor that its ceilings give."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +22,8 @@ class Limits(TypedDict):
     git: Git
     machine: Machine
     config: dict[str, Any]
-    """The configuration that the sizes follow from: preset, world_size, local_batch_size, precision, model and, but in
-    older files, table_optimizer."""
+    """The configuration that determines the sizes: preset, world_size, local_batch_size, precision, model and, except
+    in older files, table_optimizer."""
     ceilings: "list[Ceiling]"
     floor_ms: dict[str, float]
     """Least time of each stage, and of the whole under 'iteration': see floor()."""
@@ -34,7 +34,7 @@ class Ceiling(TypedDict):
 
     name: str
     stage: str | None
-    """The stage that it belongs to; None for rates of no stage."""
+    """The stage of the work; None for rates that belong to no stage."""
     ms: float
     """Time in one iteration, on the slowest rank."""
     amount: float
@@ -54,11 +54,11 @@ ALL_GATHER = "all-gather: dense weights"
 LOOKUP = "memory traffic: table lookup"
 UPDATE = "memory traffic: table update"
 ADAGRAD = "memory traffic: dense update"
-# The highest rates of the hardware, at sizes that no iteration has.
+# Peak rates of the hardware, at sizes that no iteration has.
 LARGE_PRODUCT = "large matrix product"
 LARGE_COPY = "large copy, host to device"
 MEMORY_RATE = "memory: "
-"""Beginning of the names of ways to read and write memory."""
+"""Common beginning of the names of memory rates."""
 ALL_TO_ALLS = (IDS, POOLED, GRADIENTS)
 MEMORY = (LOOKUP, UPDATE, ADAGRAD)
 
@@ -71,7 +71,8 @@ def read_limits(path: Path) -> Limits:
 
 
 def best_rate(limits: Limits, name: str) -> float | None:
-    """Returns the largest rate of ceilings whose names begin with `name`, in their unit a second; None without any."""
+    """Returns the largest rate of ceilings whose names begin with `name`, in their unit per second; None if there are
+    none."""
     rates = [c["amount"] / c["ms"] * 1e3 for c in limits["ceilings"] if c["name"].startswith(name)]
     return max(rates, default=None)
 

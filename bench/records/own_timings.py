@@ -1,9 +1,9 @@
-"""Records of anybody's own timings: what `dlrm-bench compare` and `dlrm-bench report` take, from plain times.
+"""Records of timings from any program, made from plain times, for `dlrm-bench compare` and `dlrm-bench report`.
 
     from dlrm_bench.bench.records.own_timings import write_timings
     write_timings(Path("mine/run-0"), milliseconds, name="my trainer", samples=4096)
 
-One record a run, and several runs a side, in the order A B B A, or nothing can be proven.
+Write one record per run, and make several runs per side in the order A B B A: otherwise nothing can be proven.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from dlrm_bench.bench.records.record import create_run_folder, of_numpy, summari
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, Machine, RunRecord
 
 PRESET = "own"
-"""The preset in the configuration of such a record: none of the harness's."""
+"""The preset in the configuration of such a record, which is none of the harness's presets."""
 UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 _COUNTS = ("step", "steps", "iteration", "iter", "index", "epoch")
 """Names of columns that count iterations."""
@@ -39,10 +39,10 @@ def write_timings(
     """Writes the record of one run and returns it.
 
     folder: must not exist. times_ms: milliseconds of every iteration, [iterations] or [ranks, iterations], warm-up
-    included and nothing left out. name: of the program; equal for all runs of a side. samples: number of samples of an
-    iteration, of all ranks together. warmup: number of first iterations that all figures leave out. finished: time at
-    which the run ended, by default now; compare pairs runs by it. losses: [iterations]. machine: known fields of
-    Machine, such as gpus, gpu, hosts. ValueError names the argument that cannot be used.
+    included and nothing left out. name: the program's, equal for all runs of a side. samples: number of samples per
+    iteration, over all ranks. warmup: number of first iterations that all figures leave out. finished: time at which
+    the run ended, by default now; compare pairs runs by it. losses: [iterations]. machine: known fields of Machine,
+    such as gpus, gpu, hosts. ValueError names the argument that cannot be used.
     """
     times = np.atleast_2d(np.asarray(times_ms, dtype=np.float32))
     if times.ndim != 2 or times.shape[1] <= warmup:
@@ -144,7 +144,7 @@ def time_of_end(file: Path, stated: str | None) -> datetime:
     try:
         return datetime.fromisoformat(stated)
     except ValueError as error:
-        raise ValueError(f"--finished {stated!r} is no time: write 2026-11-22T10:30:00+00:00") from error
+        raise ValueError(f"--finished {stated!r} is not a time: write 2026-11-22T10:30:00+00:00") from error
 
 
 def _is_number(text: str) -> bool:

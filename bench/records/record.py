@@ -68,7 +68,7 @@ def new_run_id(machine_short: str, preset: str, now: datetime) -> str:
 
 
 def create_run_folder(results_dir: Path, run_id: str) -> Path:
-    """Makes results_dir/run_id, and results_dir where needed. ValueError if the folder exists or cannot be made."""
+    """Creates results_dir/run_id, and results_dir if needed. ValueError if the folder exists or cannot be created."""
     folder = results_dir / run_id
     try:
         folder.mkdir(parents=True)
@@ -77,12 +77,12 @@ def create_run_folder(results_dir: Path, run_id: str) -> Path:
             f"{folder} exists and records are never overwritten: choose another --run-id, --results-dir or --out"
         ) from None
     except OSError as error:
-        raise ValueError(f"{folder} cannot be made ({error.strerror}): choose another --results-dir") from error
+        raise ValueError(f"{folder} cannot be created ({error.strerror}): choose another --results-dir") from error
     return folder
 
 
 def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
-    """Reserves the disk space that the record may need, until `release_room`. ValueError where there is too little."""
+    """Reserves the disk space that the record may need, until `release_room`. ValueError if there is too little."""
     room = _ROOM_BYTES + 4 * (ranks + 2) * (iterations or 0)
     try:
         with (folder / _RESERVE).open("wb") as file:
@@ -94,8 +94,8 @@ def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
 
 
 def release_room(folder: Path) -> None:
-    """Frees the space of `reserve_room` for the record. Its failures are left to the writer of the record: a folder
-    that was made immutable, or that is no folder any more."""
+    """Frees the space of `reserve_room` for the record. Failures, for example of a folder that was made immutable or
+    removed, are left to the writer of the record."""
     with contextlib.suppress(OSError):
         (folder / _RESERVE).unlink(missing_ok=True)
 
@@ -147,8 +147,8 @@ def build_record(
 ) -> RunRecord:
     """Assembles run.json.
 
-    iterations_ms: float32 [ranks, iterations]. peak_memory_bytes: one number for each rank. profile: None unless the
-    run is a profiled one. warmup: iterations that are not timed; None for as many as were configured.
+    iterations_ms: float32 [ranks, iterations]. peak_memory_bytes: one number for each rank. profile: None for timed
+    runs. warmup: number of iterations that are not timed; None for the configured number.
     """
     global_batch_size = config.local_batch_size * world_size
     warmup = config.warmup_iterations if warmup is None else warmup
@@ -188,7 +188,7 @@ def write_record(
     """Writes iterations.npz and then, in one step, run.json into `folder`.
 
     iterations_ms: float32 [ranks, iterations], raw. losses: [iterations]. before: history_arrays of the checkpoint that
-    a run resumed. ValueError if the folder holds a record already, or the record has a number that is not finite.
+    a run resumed. ValueError if the folder holds a record already, or if the record contains a non-finite number.
     """
     path = folder / RUN_JSON
     if path.exists():
@@ -225,14 +225,14 @@ def write_iterations(
 def read_record(folder: Path) -> Record:
     """Reads and checks the record in `folder`.
 
-    ValueError, which names the file, if one is missing, corrupt or of an unknown schema, if a field is missing, or if
-    the summary is not that of the raw times.
+    ValueError, naming the file, if a file is missing, corrupt or of an unknown schema, if a field is missing, or if the
+    summary disagrees with the raw times.
     """
     path = folder / RUN_JSON
     try:
         record = read_json(path)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing: {folder} is no record of a finished run") from None
+        raise ValueError(f"{path} is missing: {folder} is not the record of a finished run") from None
     check_form(path, record, RunRecord, READABLE_SCHEMAS)
     latency_ms, loss = _read_arrays(folder / ITERATIONS_NPZ)
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
@@ -243,8 +243,8 @@ def read_record(folder: Path) -> Record:
 
 
 def _set_by_clock(record: RunRecord, iterations_ms: np.ndarray) -> None:
-    """Sets time by the clock and samples a second: older records lack the one, and have the other by the mean of the
-    slowest ranks, which is less."""
+    """Sets the time by the clock and samples per second: older records lack the former, and compute the latter from the
+    mean of the slowest ranks, which makes it smaller."""
     latency, samples = record["latency_ms"], record["config"].get("global_batch_size")
     if latency is not None:
         latency["by_clock"] = by_clock(iterations_ms, record["warmup_iterations"])
@@ -253,14 +253,14 @@ def _set_by_clock(record: RunRecord, iterations_ms: np.ndarray) -> None:
 
 
 def first_and_last(losses: Sequence[float]) -> Losses:
-    """Returns the losses of the first and the last iteration, None where they are not finite."""
+    """Returns the losses of the first and the last iteration, None if they are not finite."""
     ends = (losses[0], losses[-1]) if losses else (math.nan, math.nan)
     first, last = (loss if math.isfinite(loss) else None for loss in ends)
     return Losses(first=first, last=last)
 
 
 def of_numpy(error: Exception) -> str:
-    """Returns why numpy does not load a file, without its advice to load it by allow_pickle=True, which runs code."""
+    """Returns numpy's reason for not loading a file, without its advice to use allow_pickle=True, which runs code."""
     message = str(error)
     if "allow_pickle" not in message:
         return message
@@ -280,7 +280,7 @@ def _read_arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, loss: np.ndarray) -> None:
-    """Checks that the raw times have their shape and give the record's summary; ValueError names the file."""
+    """Checks the shapes of the raw times, and that they give the record's summary; ValueError names the file."""
     ranks = record["config"].get("world_size")
     if latency_ms.dtype != np.float32 or latency_ms.ndim != 2 or len(latency_ms) != ranks:
         raise ValueError(
@@ -297,7 +297,7 @@ def _check_iterations(path: Path, record: RunRecord, latency_ms: np.ndarray, los
     written: Mapping[str, Any] = summary
     for name, value in (("n", len(slowest)), *summary_statistics(slowest).items()):
         # The sums of another numpy version may differ in the last bits. The interval is not recomputed: older versions
-        # of the harness made it in other ways.
+        # of the harness computed it differently.
         if not math.isclose(written[name], value, rel_tol=1e-9):
             raise ValueError(
                 f"{path} disagrees with {RUN_JSON}: latency_ms.{name} is {value} by the raw times and "

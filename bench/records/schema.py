@@ -24,15 +24,16 @@ class RunRecord(TypedDict):
     warmup_iterations: int
     """Number of first iterations, in iterations.npz, that the summaries leave out."""
     latency_ms: "LatencySummary | None"
-    """None where the run ended within the warm-up."""
+    """None if the run ended within the warm-up."""
     samples_per_second: float | None
-    """Global batch size over the time by the clock; evaluations do not count. Files of older records have it over the
-    mean latency of the slowest ranks; read_record makes it anew."""
+    """Global batch size over the time by the clock; evaluations do not count. Files of older records divide by the mean
+    latency of the slowest ranks; read_record recomputes it."""
     efficiency: NotRequired["Efficiency | None"]
     """None for profiled runs and without GPUs; absent in older records."""
     memory_gb: "Memory | None"
     host: dict[str, float] | None
-    """This field and the following ones down to kernels are those of Profile; None in the record of a timed run."""
+    """This field and the following ones down to gpu_of_ranks are those of Profile; None in the record of a timed
+    run."""
     host_threads_ms: NotRequired[dict[str, float] | None]
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
@@ -42,10 +43,10 @@ class RunRecord(TypedDict):
     gpu_of_ranks: NotRequired["list[dict[str, float]] | None"]
     conditions: NotRequired["Telemetry | None"]
     sample_sizes: NotRequired[dict[str, float] | None]
-    """Means over samples of what their work depends on and the configuration does not say, by the benchmark's names
-    (benchmark.SampleSizes); None where nothing does."""
+    """Means over samples of the sizes that determine their work and are not in the configuration, by the benchmark's
+    names (benchmark.SampleSizes); None if there are none."""
     checkpoints: NotRequired["Checkpointing | None"]
-    """None where the run neither saved nor resumed."""
+    """None if the run neither saved nor resumed."""
     training: "Training | None"
 
 
@@ -54,13 +55,13 @@ class Git(TypedDict):
 
     commit: str | None
     dirty: bool | None
-    """Whether the program's files, or tracked ones, differ from the commit; None where it cannot be known."""
+    """Whether the program's files, or tracked files, differ from the commit; None if that is unknown."""
     source: NotRequired[str | None]
     """Hash of the program's files as they ran: see bench/machine/source.py. Older records have none."""
 
 
 class Provenance(TypedDict):
-    """The environment of a run beside machine and source."""
+    """The environment of a run apart from machine and source."""
 
     packages: dict[str, str]
     """Version of each installed distribution that the run had imported."""
@@ -80,27 +81,28 @@ class StartedBy(TypedDict):
 
 
 class Machine(TypedDict):
-    """The machine that a run used. All GPUs and nodes are taken to be like rank 0's; GB are 10^9 bytes."""
+    """The machine that a run used. All GPUs and nodes are assumed to equal rank 0's; GB are 10^9 bytes."""
 
     nodes: int
     """Number of torchruns that started ranks; in older records, number of distinct host names of the ranks."""
     hosts: NotRequired[list[str]]
-    """Their host names, in the order of their first ranks; absent in older records."""
+    """Host names of the nodes, in the order of their first ranks; absent in older records."""
     gpus: int
     """Number of distinct GPUs over all ranks; 0 on CPUs."""
     gpu: str | None
-    """Name of the GPUs; where they differ, all names joined by ' + '."""
+    """Name of the GPUs; if they differ, all names joined by ' + '."""
     gpu_memory_gb: float | None
     gpu_uuids: NotRequired[list[str]]
-    """UUIDs of the ranks' GPUs, in the order of the ranks, which tell machines of one description apart. Absent in
-    older records, as the fields below that are marked so."""
+    """UUIDs of the ranks' GPUs, in the order of the ranks; they distinguish machines of the same description. Absent in
+    older records, as the NotRequired fields below."""
     gpu_numa: NotRequired[list[int | None] | None]
-    """NUMA node of each rank's GPU, as Linux gives it."""
+    """NUMA node of each rank's GPU, as Linux reports it."""
     boots: NotRequired[list[str]]
-    """Linux's random id of each node's boot, which tells hosts of one name apart."""
+    """Linux's random id of each node's boot, which distinguishes hosts of the same name."""
     cpu: str | None
     cpu_governor: NotRequired[str | None]
-    """The clock that Linux asks for, such as 'performance'; None where it does not decide, as in virtual machines."""
+    """CPU frequency governor of Linux, such as 'performance'; None if Linux does not control clocks, as in virtual
+    machines."""
     cpu_mhz: NotRequired[list[float] | None]
     """[min, median, max] over the cores' clocks at the time of the description."""
     cpu_max_mhz: NotRequired[float | None]
@@ -137,18 +139,18 @@ class LatencySummary(TypedDict):
     n: int
     mean: float
     by_clock: NotRequired[float]
-    """Elapsed time over iterations: of the rank that took longest for all of them. Ranks that are slow in turn make the
-    mean of the slowest rank larger than this. Samples per second follow from it; files of older records lack it, and
+    """Elapsed time over iterations, of the rank that took longest for all iterations. If ranks are slow in turn, the
+    mean of the slowest rank is larger. Samples per second are computed from it; files of older records lack it, and
     read_record adds it."""
     p50: float
     p90: float
     p99: float
     ci95: list[float] | None
-    """[low, high] of the median by this one run; None where it has too few iterations. Readers compute it from the raw
-    times: older versions of the harness made narrower ones."""
+    """[low, high] of the median from this run alone; None for too few iterations. Readers compute it from the raw
+    times: older versions of the harness made narrower intervals."""
     drift: NotRequired[float | None]
     """Median of the later of the slowest and the fastest eighth over that of the earlier one, minus 1; None for too few
-    iterations. Older records lack this field and the next, or have the last quarter's over the first's."""
+    iterations. Older records lack this field and the next, or compare the last quarter with the first."""
     steady: NotRequired[bool | None]
     """Whether that change is no more than chance: see bench/stats/series.py."""
 
@@ -161,27 +163,28 @@ class Memory(TypedDict):
 
 
 class Profile(TypedDict):
-    """Results of a profiled run, per iteration and as mean of the ranks."""
+    """Results of a profiled run per iteration, mean over the ranks."""
 
     host: dict[str, float]
     """CPU and wall time in milliseconds, and the number of CUDA calls of each kind."""
     host_threads_ms: dict[str, float]
-    """CPU time of each thread but the launching one; empty where the kernel does not give it."""
+    """CPU time of each thread except the launching one; empty if the kernel does not report it."""
     gpu: dict[str, float] | None
     stages_ms: dict[str, float] | None
-    """Time of each stage on the GPU; on the host where there is none. This field and the following ones are None in a
-    run for another profiler, without counts."""
+    """Time of each stage on the GPU, or on the host without a GPU. This field and the following ones are None in a run
+    under another profiler, without counts."""
     host_stages_ms: dict[str, float] | None
     timeline: "dict[str, Span] | None"
-    """Stages that had work; on the host where there is no GPU."""
+    """Stages that had work; on the host without a GPU."""
     kernels: "list[Kernel] | None"
     """Kernels and copies of the GPU, longest first."""
     gpu_of_ranks: "list[dict[str, float]] | None"
-    """The block `gpu` of each rank's trace; `gpu` has their means, but the largest idle fraction."""
+    """The block `gpu` of each rank's trace; `gpu` has their means, except the idle fraction, which is the largest."""
 
 
 class Span(TypedDict):
-    """The span of a stage, in milliseconds from the iteration's beginning: that of its first kernel, or on the host."""
+    """The span of a stage, in milliseconds from the iteration's beginning: that of its first kernel, or that on the
+    host."""
 
     start_ms: float
     end_ms: float
@@ -190,7 +193,7 @@ class Span(TypedDict):
 
 
 class Kernel(TypedDict):
-    """All kernels or copies of one name and stage, per iteration. Times in microseconds, as mean of the ranks."""
+    """All kernels or copies of one name and stage, per iteration. Times in microseconds, mean over the ranks."""
 
     name: str
     """Short name: see bench/profile/kernel_names.py."""
@@ -199,7 +202,8 @@ class Kernel(TypedDict):
     us: float
     """Sum of durations. Those of collectives include waiting for other ranks."""
     least_us: float
-    """Time on the rank with the least, and below with the most: far apart where work is imbalanced."""
+    """Time on the rank with the least; most_us is that on the rank with the most. They are far apart if work is
+    imbalanced."""
     most_us: float
 
 
@@ -209,22 +213,22 @@ class Telemetry(TypedDict):
     interval_s: float
     """The longest time between two samples."""
     samples: int
-    """Number of samples of each rank; 0 where NVML does not work."""
+    """Number of samples of each rank; 0 if NVML does not work."""
     sm_clock_mhz: list[float] | None
     temperature_c: list[float] | None
     power_w: list[float] | None
     throttled: bool | None
-    """None where NVML does not know."""
+    """None if NVML does not report it."""
     throttling: "list[Throttling]"
     clock_jump_s: NotRequired[float | None]
-    """Seconds by which the wall clock went further than the monotonic one; None within a second."""
+    """Seconds by which the wall clock advanced more than the monotonic clock; None if less than a second."""
     gc_iterations: list[int]
     """Iterations, of any rank, in which Python's garbage collector ran."""
     ranks: NotRequired["list[SampleSeries]"]
     """Samples of each rank; absent in older records."""
     joules_per_iteration: NotRequired[float | None]
-    """Energy of all GPUs for an iteration after the warm-up, evaluations left out; None where NVML counts none. Records
-    of evaluating runs before 23 November 2026 count evaluations in."""
+    """Energy of all GPUs per iteration after the warm-up, without evaluations; None if NVML has no energy counter.
+    Records of runs with evaluations before 23 November 2026 include the energy of evaluations."""
 
 
 class Efficiency(TypedDict):
@@ -232,20 +236,21 @@ class Efficiency(TypedDict):
 
     samples_per_second_per_gpu: float
     mfu: float | None
-    """FLOP of the model's GEMMs a second, as a share of the maker's figure for the run's precision; None where that is
-    unknown."""
+    """FLOP per second of the model's GEMMs, as a share of the data sheet's peak for the run's precision; None if that
+    is unknown."""
     joules_per_sample: float | None
-    """None where NVML counts no energy."""
+    """None if NVML has no energy counter."""
 
 
 class SampleSeries(TypedDict):
-    """Samples of one rank's GPU by NVML, in the order of time; of many, 10 of the warm-up and 100 after it."""
+    """Samples of one rank's GPU by NVML, in order of time; of many samples, 10 of the warm-up and 100 after it are
+    kept."""
 
     gpu: NotRequired[str | None]
-    """UUID of the GPU, which ranks may share; None where NVML does not know. Records without this field count the
+    """UUID of the GPU, which ranks may share; None if NVML does not report it. Records without this field count the
     energy of a GPU once for each of its ranks."""
     iteration: list[int]
-    """Iterations launched by then."""
+    """Number of iterations launched before each sample."""
     sm_clock_mhz: list[float | None]
     temperature_c: list[float | None]
     power_w: list[float | None]
@@ -256,7 +261,7 @@ class SampleSeries(TypedDict):
 
 
 class Throttling(TypedDict):
-    """A span of iterations in which a GPU was throttled, by its samples."""
+    """A span of iterations in which a GPU was throttled, according to its samples."""
 
     rank: int
     reason: str
@@ -270,11 +275,11 @@ class Checkpointing(TypedDict):
     saved: "list[SavedCheckpoint]"
     resumed: "ResumedFrom | None"
     snapshots: NotRequired["list[TakenSnapshot]"]
-    """Those in memory."""
+    """Snapshots that the run took in memory."""
     prepared_s: NotRequired[float]
-    """Seconds before the training to make, map and register the memory of snapshots."""
+    """Seconds before the training for making, mapping and registering the memory of snapshots."""
     left_out: NotRequired[int]
-    """Number of snapshots that were due while the only memory for them was not yet on disk."""
+    """Number of due snapshots that were skipped because the only memory for them was not yet on disk."""
 
 
 class TakenSnapshot(TypedDict):
@@ -291,7 +296,7 @@ class SavedCheckpoint(TakenSnapshot):
     """A checkpoint that the run wrote."""
 
     write_s: float
-    """Seconds until all was on disk, with those of `paused_s` where the training waited for all of it."""
+    """Seconds until everything was on disk, including `paused_s` if the training waited for all of it."""
 
 
 class ResumedFrom(TypedDict):
@@ -300,7 +305,7 @@ class ResumedFrom(TypedDict):
     after each."""
 
     run_id: str
-    """Id of the run that wrote it."""
+    """Id of the run that wrote the checkpoint."""
     iteration: int
     """Number of iterations of this run's global batch size that had been trained."""
     samples: NotRequired[int]
@@ -308,7 +313,7 @@ class ResumedFrom(TypedDict):
     read_s: float
     """Seconds to read it."""
     folder: NotRequired[str]
-    """Its folder, on disk or in memory."""
+    """Folder of the checkpoint, on disk or in memory."""
 
 
 TrainingStatus = Literal["success", "aborted", "no_target"]
@@ -323,23 +328,23 @@ class Training(TypedDict):
     """AUC of the last evaluation."""
     target: float | None
     best_auc: float | None
-    """The best AUC that any model can reach on this data, where it is known."""
+    """The best AUC that any model can reach on this data, if known."""
     epoch_num: float
     """Fraction of the epoch trained; for random batches, of the planned iterations (0 in older records)."""
     status: TrainingStatus
     train_metrics: NotRequired["TrainMetricValues"]
-    """Metrics of the last whole --loss-interval iterations, with --train-metrics."""
+    """Metrics of the last complete --loss-interval, with --train-metrics."""
 
 
 class TrainMetricValues(TypedDict):
-    """TorchRec's windowed metrics of training batches; None where they are not finite, or no interval was whole."""
+    """TorchRec's windowed metrics of training batches; None if they are not finite, or if no interval was complete."""
 
     ne: float | None
     calibration: float | None
 
 
 class Losses(TypedDict):
-    """Mean loss of the first and the last iteration; None where it was not finite or not measured."""
+    """Mean loss of the first and the last iteration; None if it was not finite or not measured."""
 
     first: float | None
     last: float | None

@@ -1,4 +1,4 @@
-"""Upgrades configurations of older records to the form of today's harness."""
+"""Upgrades configurations of older records to the current form."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -13,19 +13,20 @@ _FLAT = (
     *("launch_threads", "trim_input_dist", "graph_dists", "inplace_copy", "quantized_comms", "overlap", "presort_ids"),
     "peer_memory",
 )
-"""Keys of the pipeline in schema 1, beside fields of the run; `pipeline` there is a schedule's name, or None."""
+"""Keys of the pipeline in schema 1, which are beside fields of the run; `pipeline` there is a schedule's name, or
+None."""
 
 _FIRST = BENCHMARKS[0].name
-"""The only benchmark before records named theirs."""
+"""The only benchmark when records did not yet name theirs."""
 _BEFORE: dict[str, dict[str, Any]] = {
     "optimizer": {"embedding": "adagrad"},
     "data": {"random_ids": "uniform"},
 }
-"""Values of fields in runs whose records are older than the field."""
+"""Values of fields in runs that are older than the field."""
 _REMOVED = {"data": ("variable_lengths",)}
 """Fields of former versions that had one value in all records."""
 _SCHEDULES = {None: "sparse-dist", "stock": "sparse-dist"}
-"""Schema 1's name of TorchRec's default schedule."""
+"""Names of TorchRec's default schedule in schema 1."""
 _WAY_OUT = "restore the file or leave it out"
 
 
@@ -43,8 +44,7 @@ def check_readable(file: Path, config: Mapping[str, Any], schema: int) -> None:
 
 
 def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
-    """Returns the configuration of run.json in the current schema; options that it does not name have their
-    defaults."""
+    """Returns the configuration of run.json in the current schema; options that it does not name get their defaults."""
     options = _options_of_schema_1(config) if schema == 1 else dict(config["pipeline"])
     rest = {name: value for name, value in config.items() if schema != 1 or name not in _FLAT}
     for block, before in _BEFORE.items():
@@ -56,7 +56,7 @@ def upgraded(config: Mapping[str, Any], schema: int) -> dict[str, Any]:
     if "model" in rest:
         rest.setdefault("benchmark", _FIRST)
     if "iterations" in rest:
-        rest.setdefault("min_time", None)  # without a number of iterations, runs went on to the end of the epoch
+        rest.setdefault("min_time", None)  # without a number of iterations, runs continued to the end of the epoch
         rest.setdefault("max_time", None)
         rest.setdefault("warmup_time", None)
     if options.get("plan") == "balanced":

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Report:
     """Writes one self-contained HTML page, and its pictures, from all records in the named folders.
 
-    The page opens with the ladder that --first names, or else with the newest ladder of the first folder in which a
-    ladder proves that its last rung is faster than its first.
+    The page opens with the ladder that --first names. By default it is a ladder of the first folder that has any: the
+    newest whose last rung is proven faster than its first, or else the newest.
     """
 
     paths: Positional[tuple[Path, ...]]
@@ -65,6 +65,6 @@ class Tables:
             changed += 1
             if not self.check:
                 path.write_text(text, encoding="utf-8")
-            says = "is not what its records say" if self.check else "rendered anew"
+            says = "differs from its records" if self.check else "rendered again"
             console.print(f"{path}: {says}", soft_wrap=True, markup=False, highlight=False)
         return EXIT_FAILED if self.check and changed else 0

@@ -1,7 +1,7 @@
 """Families of runs that a report shows together: each ladder, and the runs in no ladder, in the order of the page.
 
-The page opens with the ladder that the user names, or with the newest one that proves a gain. Families of the folder
-named first, the user's own, come before those of the others.
+The page opens with the ladder that the user names, or with the newest ladder that proves a gain. Families of the folder
+named first, the user's own, come before those of other folders.
 """
 
 from collections import Counter
@@ -26,11 +26,11 @@ _T = TypeVar("_T")
 
 
 def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = None) -> list[Family]:
-    """Returns the headline ladder, the others, the newest first within each kind of machine, and runs in no ladder.
+    """Returns the headline ladder, the others, newest first within each kind of machine, and runs in no ladder.
 
-    paths: the folders named for the report; ladders of earlier ones come first. first: the folder of the headline
-    ladder; by default the newest of the first folder that proves its last rung faster than its first one, or the newest
-    if none does. ValueError if `first` is no ladder of the sources.
+    paths: the folders named for the report; ladders of earlier folders come first. first: the folder of the headline
+    ladder. By default it is a ladder of the first folder that has any: the newest whose last rung is proven faster than
+    its first, or else the newest. ValueError if `first` is not a ladder of the sources.
     """
     by_folder = {
         folder.resolve(): replace(each, name=_name(each.name, folder, paths), origin=_origin(folder, paths))
@@ -38,7 +38,7 @@ def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = 
         if (folder := each.folder) is not None
     }
     if first is not None and first.resolve() not in by_folder:
-        raise ValueError(f"--first {first} is no ladder of the report: name the folder of a ladder in one of its paths")
+        raise ValueError(f"--first {first} is not a ladder of the report: name a ladder's folder in one of its paths")
     ladders = sorted(by_folder.values(), key=_created, reverse=True)
     ladders.sort(key=lambda family: (family.origin, *_kind(family)))
     if ladders:
@@ -50,7 +50,7 @@ def families(sources: Sources, paths: Sequence[Path] = (), first: Path | None = 
 
 
 def all_doubts(shown: Sequence[Family]) -> dict[str, dict[str, int]]:
-    """Returns every reason to doubt a run, with the number of its runs by the name of their family."""
+    """Returns every reason to doubt a run, with the number of affected runs by family name."""
     found: dict[str, Counter[str]] = {}
     for family in shown:
         for record in family.records():
@@ -60,7 +60,7 @@ def all_doubts(shown: Sequence[Family]) -> dict[str, dict[str, int]]:
 
 
 def machines(shown: Sequence[Family], sources: Sources) -> dict[str, list[dict[str, Any]]]:
-    """Returns each machine once, whatever its clock at the time, by its description in words."""
+    """Returns the distinct machines, regardless of their clocks at the time, by their description in words."""
     found: dict[str, list[dict[str, Any]]] = {}
     every = [record.run["machine"] for family in shown for record in family.records()]
     for machine in (*every, *(limits["machine"] for limits in sources.limits)):
@@ -72,7 +72,7 @@ def machines(shown: Sequence[Family], sources: Sources) -> dict[str, list[dict[s
 
 
 def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[Work]]]:
-    """Returns the kernels of each profiled run, and the name of the limits beside them if some are of its work.
+    """Returns the kernels of each profiled run, and the name of limits that were measured for the same work, if any.
 
     Caveats of the limits follow their name.
     """
@@ -81,7 +81,7 @@ def works(family: Family, sources: Sources) -> dict[str, tuple[str | None, list[
         kernels = profiled.run.get("kernels")
         precision = profiled.run["config"]["precision"]
         fitting = [limits for limits in sources.limits if same_work(limits, [profiled])]
-        # Limits of its precision come first, then the least doubtful, then the newest.
+        # Limits of the run's precision are preferred, then those with the fewest caveats, then the newest.
         limits = max(
             fitting,
             key=lambda x: (
@@ -113,7 +113,7 @@ def same_work(limits: Limits, records: Sequence[Record]) -> list[Record]:
 
 
 def _name(name: str, folder: Path, paths: Sequence[Path]) -> str:
-    """Returns the name of a ladder's folder, with that of the folder above where it is not directly in a folder of the
+    """Returns the name of a ladder's folder, after the name of its parent unless the parent is a folder of the
     report."""
     above = folder.resolve().parent
     roots = {path.resolve() for path in paths}
@@ -122,7 +122,7 @@ def _name(name: str, folder: Path, paths: Sequence[Path]) -> str:
 
 
 def _origin(folder: Path, paths: Sequence[Path]) -> int:
-    """Returns the place of the first path that a folder lies in; that of the last one where none leads there."""
+    """Returns the index of the first path that contains a folder; that of the last path if none does."""
     inside = [folder.resolve().is_relative_to(path.resolve()) for path in paths]
     return inside.index(True) if True in inside else max(0, len(paths) - 1)
 
@@ -140,7 +140,7 @@ def _created(family: Family) -> str:
 
 
 def _kind(family: Family) -> tuple[int, str]:
-    """Returns a key by which machines with the most GPUs come first."""
+    """Returns a sort key that puts machines with the most GPUs first."""
     machine = family.first().run["machine"]
     return -machine["gpus"], machine_in_words(machine)
 
@@ -167,7 +167,7 @@ def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_name(runs: Sequence[tuple[Record, _T]]) -> dict[str, _T]:
-    """Names each value by the folder of its record; a second one of that name gets a number."""
+    """Names each value by the folder of its record; repeated names get a number."""
     found: dict[str, _T] = {}
     for record, value in runs:
         name = record.folder.resolve().name

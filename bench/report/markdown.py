@@ -1,6 +1,6 @@
 """Tables of Markdown files, rendered from records: dlrm-bench tables README.md results
 
-A table stands between two comments, of which the first says what it shows, paths from the file's own folder:
+A table stands between two comments. The first describes the table, with paths from the file's own folder:
 
     <!-- table: times
     what was compared | record | before | after
@@ -8,7 +8,7 @@ A table stands between two comments, of which the first says what it shows, path
     -->
     <!-- end of table -->
 
-The kinds of tables, and what their lines say, are in tables.py.
+tables.py has the kinds of tables, and the form of their lines.
 """
 
 import re
@@ -38,7 +38,7 @@ def markdown_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def rendered(path: Path) -> str:
-    """Returns a Markdown file's text with its tables made anew; ValueError names the file and the table."""
+    """Returns a Markdown file's text with its tables rendered again; ValueError names the file and the table."""
     text = path.read_text(encoding="utf-8")
     if text.count(_OPENING) != len(_TABLE.findall(text)):
         raise ValueError(
@@ -59,6 +59,6 @@ def rendered(path: Path) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows, of which the first holds the headings, as a Markdown table that ends in a new line."""
+    """Returns rows, the headings first, as a Markdown table that ends in a newline."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) + "\n"

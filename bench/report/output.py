@@ -11,17 +11,17 @@ MANIFEST = "report.json"
 
 
 def check_output(out: Path) -> None:
-    """Raises ValueError if `out` is no folder, or if its manifest cannot be read."""
+    """Raises ValueError if `out` is not a folder, or if its manifest cannot be read."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder after --out")
     _written_before(out)
 
 
 def write_files(out: Path, files: Mapping[str, bytes]) -> list[str]:
-    """Writes `files` by name into `out` and removes files of an earlier report that this one lacks.
+    """Writes `files` by name into `out` and removes files of an earlier report that are not among them.
 
-    Returns the names of all other files there, which are left alone. ValueError, before anything is written, if one of
-    them has a name that is needed.
+    Returns the names of all other files in `out`, which are left alone. ValueError, before anything is written, if one
+    of them has the name of a file of the report.
     """
     check_output(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def write_files(out: Path, files: Mapping[str, bytes]) -> list[str]:
             f"{out / taken[0]} was not written by `dlrm-bench report` and is left as it is: move it, or choose another "
             "--out"
         )
-    # Listed before they are written, so that the next report recognises one that was cut short.
+    # Listed before they are written, so that the next report recognises the files of an interrupted one.
     _write_manifest(out, before | files.keys())
     for name in before - files.keys():
         (out / name).unlink(missing_ok=True)

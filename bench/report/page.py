@@ -59,10 +59,10 @@ class Section:
 
 
 def write_report(paths: Sequence[Path], out: Path, console: Console, first: Path | None = None) -> WrittenReport:
-    """Writes out/index.html and its pictures; progress goes to `console` where that is a terminal.
+    """Writes out/index.html and its pictures; progress goes to `console` if that is a terminal.
 
-    first: the ladder that the page opens with. ValueError, naming the file, if something cannot be read, if nothing is
-    found, if `first` is not among it, and if a file of another origin is where one must be written.
+    first: the ladder that the page opens with. ValueError, naming the file, if a source cannot be read, if there is
+    none, if `first` is not among the sources, or if a file of another origin has the name of a file of the report.
     """
     check_output(out)
     sources = _read(paths, console)
@@ -95,7 +95,7 @@ def _read(paths: Sequence[Path], console: Console) -> Sources:
 
 
 def _draw(drawn: Sequence[Picture], console: Console) -> dict[str, bytes]:
-    """Returns a PNG by the name of each picture."""
+    """Returns the PNG of each picture by the picture's name."""
     encoded = {}
     with StillBar(len(drawn), "drawing", console) as bar:
         for number, picture in enumerate(drawn):

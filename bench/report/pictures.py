@@ -30,7 +30,7 @@ Works = Mapping[str, tuple[str | None, list[Work]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A figure with its words, not yet drawn."""
+    """A figure with its texts, not yet drawn."""
 
     kind: str
     """Its kind: 'ladder', 'distributions', 'kernels', ..."""
@@ -42,9 +42,9 @@ class Picture:
 
 
 def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: bool) -> list[Picture]:
-    """Returns the pictures of a ladder, or of the runs in no ladder; those of the headline have fixed names.
+    """Returns the pictures of a ladder, or of the runs in no ladder; pictures of the headline have fixed names.
 
-    A ladder that is not the headline has fewer: its tables have the rest.
+    A ladder that is not the headline has fewer pictures: its tables have the rest.
     """
     place = "headline" if headline else file_name(family.name)
     drawn = [*_ladder(family, place), *_distributions(family, place), *_timelines(family, place)]
@@ -57,7 +57,7 @@ def of_family(family: Family, works: Works, limits: Sequence[Limits], headline: 
 
 
 def file_name(text: str) -> str:
-    """Returns `text` with a dash in place of each character that does not belong into a file's name."""
+    """Returns `text` with a dash in place of characters that do not belong in a file name."""
     return re.sub(r"[^\w.-]+", "-", text)
 
 
@@ -80,9 +80,9 @@ def _ladder(family: Family, place: str) -> Iterator[Picture]:
         yield Picture(
             kind="ladder",
             name=f"{place}-ladder",
-            alt="Median latency of each rung, and the time that it saves of the rung before",
-            caption=f"{family.name}: median latency of an iteration on each rung, what it saves or loses against the "
-            f"rung before, and in brackets against the first. {family.title()}, interleaved.{alone}",
+            alt="Median latency of each rung, and the time that it saves over the previous rung",
+            caption=f"{family.name}: median latency of an iteration on each rung, the time saved or lost against the "
+            f"previous rung, and in brackets the ratio to the first. {family.title()}, interleaved.{alone}",
             draw=partial(plots.waterfall, ladder),
         )
 
@@ -101,8 +101,8 @@ def _distributions(family: Family, place: str) -> Iterator[Picture]:
 
 
 def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
-    """Yields a picture of the last profiled run whose ceilings are known, or the last one: a ceiling is worth more than
-    another kernel."""
+    """Yields a picture of the last profiled run with known ceilings, or else of the last one: ceilings matter more than
+    a later rung."""
     shown = [label for label, (beside, _) in works.items() if beside is not None] or list(works)
     if shown:
         label = shown[-1]
@@ -119,7 +119,8 @@ def _kernels(family: Family, place: str, works: Works) -> Iterator[Picture]:
 
 
 def _roofline(family: Family, place: str) -> Iterator[Picture]:
-    """Yields a picture of the last profiled run of a GPU with known rates, and of work with known FLOP and bytes."""
+    """Yields a picture of the last profiled run on a GPU with known rates, and of its work with known FLOP and
+    bytes."""
     for label, profiled in reversed(family.profiled.items()):
         found = roofline_points(profiled.run)
         if found is not None:
@@ -128,8 +129,8 @@ def _roofline(family: Family, place: str) -> Iterator[Picture]:
                 kind="roofline",
                 name=f"{place}-roofline",
                 alt=f"Kernels of {label} under the roofline of its GPU",
-                caption=f"{family.name}, {label}: what kernels compute in a second beside what they compute for a byte "
-                "of memory, under the GPU's best measured rates (TF32 and fp32: data sheet).",
+                caption=f"{family.name}, {label}: FLOP per second of kernels over their FLOP per byte of memory, under "
+                "the GPU's best measured rates (TF32 and fp32: data sheet).",
                 draw=partial(roofline, label, *found, precision),
             )
             return
@@ -196,7 +197,7 @@ def _floors(family: Family, place: str, limits: Sequence[Limits]) -> Iterator[Pi
 
 
 def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
-    """Returns why the floor may not be that of these records, by label; empty without a reason."""
+    """Returns reasons why the floor may not apply to these records, by label; empty without a reason."""
     found: dict[str, list[str]] = {}
     for label, records in beside.items():
         for doubt in dict.fromkeys(doubt for record in records for doubt in caveats_of_floor(limits, record.run)):
@@ -205,7 +206,7 @@ def _doubtful(limits: Limits, beside: dict[str, list[Record]]) -> str:
 
 
 def _series(family: Family, place: str) -> Iterator[Picture]:
-    """Yields a picture of every iteration of the middle run of the first configuration and of the last."""
+    """Yields a picture of every iteration of the middle run, for the first and for the last configuration."""
     for name in dict.fromkeys((*list(family.timed)[:1], *list(family.timed)[-1:])):
         records = family.timed[name]
         record = records[len(records) // 2]
@@ -241,7 +242,7 @@ def _conditions_in_words(record: Record) -> str:
 
 
 def series_marks(record: Record) -> plots.SeriesMarks:
-    """Returns the events of a run, in iterations. The MLPerf log has evaluations by their fraction of the epoch."""
+    """Returns the events of a run, in iterations. The MLPerf log places evaluations by their fraction of the epoch."""
     conditions, training, n = record.run.get("conditions"), record.run["training"], record.iterations_ms.shape[1]
     evals: list[int] = []
     log = record.folder / "result_0.txt"
@@ -256,15 +257,15 @@ def series_marks(record: Record) -> plots.SeriesMarks:
 
 
 def published(shown: Sequence[Family], logs: Sequence[Side]) -> list[Picture]:
-    """Returns a picture for each benchmark, of results of one global batch beside one another, published ones and ours;
-    none of a benchmark where none compares."""
+    """Returns a picture for each benchmark, of published results and ours at the same global batch; none for a
+    benchmark without comparable results."""
     drawn = (_published(name, shown, logs) for name in PUBLISHED)
     return [picture for picture in drawn if picture is not None]
 
 
 def _published(benchmark: str, shown: Sequence[Family], logs: Sequence[Side]) -> Picture | None:
     known = PUBLISHED[benchmark]
-    unnamed: list[list[str]] = [[]] if benchmark == next(iter(PUBLISHED)) else []  # logs from before there was another
+    unnamed: list[list[str]] = [[]] if benchmark == next(iter(PUBLISHED)) else []  # logs older than a second benchmark
     same_work = [log for log in logs if log.settings["benchmark"] in (*unnamed, [benchmark])]
     ours = [(f"log {Path(log.label).name}", log) for log in same_work] + _fastest(shown, benchmark)
     rows: list[tuple[str, float, bool]] = []
@@ -285,8 +286,8 @@ def _published(benchmark: str, shown: Sequence[Family], logs: Sequence[Side]) ->
 
 
 def _fastest(shown: Sequence[Family], benchmark: str) -> list[tuple[str, Side]]:
-    """Returns, for each number of GPUs and global batch, first and fastest rung of the newest ladder, or the fastest
-    run alone.
+    """Returns the first and fastest rung of the newest ladder, or the fastest single run, by number of GPUs and global
+    batch.
 
     Only runs of the benchmark, on GPUs with full-size tables; each with its name.
     """

@@ -123,7 +123,7 @@ def work(rows: Sequence[tuple[str, float, float | None]]) -> Figure:
 
 
 def waterfall(ladder: Ladder) -> Figure:
-    """Draws the median of each rung, its saving from the rung before, and the ratio to the first."""
+    """Draws the median of each rung, its saving over the previous rung, and the ratio to the first."""
     rungs = ladder["rungs"]
     figure, axes = _rows([rung["name"] for rung in rungs])
     before, is_proven = rungs[0]["median_ms"], proven(ladder, "previous")
@@ -141,7 +141,7 @@ def waterfall(ladder: Ladder) -> Figure:
         before = now
     return _explained(
         figure,
-        "median ms; hatched: saved by this rung, dark: lost; x: times as fast as the rung before,\n"
+        "median ms; hatched: saved by this rung, dark: lost; x: times as fast as the previous rung,\n"
         "~: not proven, in brackets: as the first rung",
     )
 
@@ -178,7 +178,8 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _rows(names: list[str], inches: float = 0.3, around: float = 0.9, wrap: int = 24) -> tuple[Figure, Axes]:
-    """Returns a figure with a row of `inches` for each name, more where its lines of `wrap` characters need more."""
+    """Returns a figure with a row for each name, `inches` high, or more if the name's lines of `wrap` characters need
+    more."""
     lines = max(len(textwrap.wrap(name, wrap)) for name in names)
     figure, axes = new_figure(max(inches, 0.17 * lines) * len(names) + around)
     _names(axes, names, wrap)
@@ -203,13 +204,13 @@ def _write(axes: Axes, text: str, x: float, y: float) -> None:
 
 
 def _explained(figure: Figure, text: str) -> Figure:
-    """Writes `text` below everything, as wide as the figure: under the axes alone it would not fit."""
+    """Writes `text` below the whole figure: below the axes alone it would not fit."""
     figure.supxlabel(text, fontsize=_FONT)
     return figure
 
 
 def _plain_numbers(axes: Axes, which: str = "x") -> None:
-    """Sets ticks at 1, 2, 5 and 10, or at 1 and 10 where these would not fit, and writes no powers."""
+    """Sets ticks at 1, 2, 5 and 10, or at 1 and 10 if those do not fit, without powers."""
     axis = getattr(axes, f"{which}axis")
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))

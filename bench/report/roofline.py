@@ -1,4 +1,4 @@
-"""A roofline plot: FLOP of kernels a second beside their FLOP a byte of memory.
+"""A roofline plot: FLOP per second of kernels over their FLOP per byte of memory.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for multicore architectures",
 2009. A kernel under the slope is bound by memory, one under the flat roof by the tensor cores.
@@ -39,7 +39,7 @@ def print_bounds(
 
 
 def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
-    """Draws the first profiled run of a GPU with known rates and of known work. ValueError without one."""
+    """Draws the first profiled run on a GPU with known rates that has known work. ValueError if there is none."""
     for run in runs:
         found = roofline_points(run)
         if found is not None:
@@ -47,8 +47,8 @@ def write_roofline(runs: Sequence[RunRecord], path: Path) -> None:
             roofline(run["id"], *found, run["config"]["precision"]).savefig(path, dpi=_DPI)
             return
     raise ValueError(
-        "--roofline needs a profiled run in --above, of a GPU with known rates and with GEMMs, lookups or updates of "
-        "tables among its kernels: see dlrm-bench host"
+        "--roofline needs a profiled run in --above, on a GPU with known rates and with GEMMs, table lookups or table "
+        "updates among its kernels: see dlrm-bench host"
     )
 
 
@@ -67,7 +67,7 @@ def roofline(name: str, points: Sequence[RooflinePoint], rates: GpuRates, precis
         share = point.flop_per_s / min(most, point.intensity * rates.memory)
         notes.append(f"{number} {point.name}, {point.us:.0f} us: {share:.0%} of the roof")
     axes.text(0.98, 0.05, "\n".join(notes), transform=axes.transAxes, fontsize=_FONT, ha="right")
-    axes.set_xlabel("FLOP for a byte of memory", fontsize=_FONT)
+    axes.set_xlabel("FLOP per byte of memory", fontsize=_FONT)
     axes.set_ylabel("TFLOP/s", fontsize=_FONT)
     axes.set_title(
         f"{name}\n{most / 1e12:.0f} TFLOP/s in {precision}, {rates.memory / 1e12:.1f} TB/s", fontsize=_FONT, loc="left"

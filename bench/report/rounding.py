@@ -7,7 +7,7 @@ def milliseconds(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """Returns a ratio with three significant digits, and with three decimals below 2, where they count."""
+    """Returns a ratio with three significant digits, and with three decimals below 2, where they matter."""
     return f"{value:.3f}" if value < 1.9995 else f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
 
 

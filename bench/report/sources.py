@@ -24,15 +24,15 @@ class Family:
     """A ladder's runs by rung, or the runs in no ladder by the name of their folder."""
 
     name: str
-    """The name of its folder, which may be longer than a ladder's id."""
+    """Name of the ladder's folder, which may be longer than the ladder's id."""
     folder: Path | None = None
-    """The ladder's."""
+    """Folder of the ladder."""
     ladder: Ladder | None
     origin: int = 0
-    """Place of its folder among those named for the report."""
+    """Index of the report's path that contains the folder."""
     sides: dict[str, Side] = field(default_factory=dict)
     timed: dict[str, list[Record]] = field(default_factory=dict)
-    """Runs of each rung, one of each round."""
+    """Runs of each rung, one per round."""
     profiled: dict[str, Record] = field(default_factory=dict)
     """Profiled runs; a rung may have none."""
 
@@ -43,12 +43,12 @@ class Family:
         yield from self.profiled.values()
 
     def first(self) -> Record:
-        """Returns one of its runs: those of a ladder share machine and preset."""
+        """Returns one of the runs: those of a ladder share machine and preset."""
         return next(self.records())
 
     def efficiency(self) -> dict[str, Efficiency]:
         """Returns the efficiency of each configuration in time and power, medians of its runs; configurations without
-        one are absent."""
+        efficiency are absent."""
         found = {name: efficiency_of_runs([record.run for record in records]) for name, records in self.timed.items()}
         return {name: each for name, each in found.items() if each is not None}
 
@@ -58,7 +58,7 @@ class Family:
             return "Runs in no ladder"
         run = self.first().run
         rounds = "1 round" if self.ladder["rounds"] == 1 else f"{self.ladder['rounds']} rounds"
-        work = f"{run['config']['preset']}, {run['config']['local_batch_size']} samples a rank"
+        work = f"{run['config']['preset']}, {run['config']['local_batch_size']} samples per rank"
         return f"{machine_in_words(run['machine'])}, {work}: {len(self.timed)} rungs, {rounds}"
 
 
@@ -80,7 +80,7 @@ class Sources:
 
     def notes(self) -> list[str]:
         """Returns sentences on omissions, with reasons."""
-        return [f"{folder} is an unfinished run, and left out" for folder in self.unfinished] + self.copies
+        return [f"{folder} is an unfinished run and is left out" for folder in self.unfinished] + self.copies
 
 
 def machine_in_words(machine: Machine) -> str:
@@ -153,7 +153,7 @@ def _find(path: Path, entered: set[Path]) -> Iterator[tuple[Kind, Path]]:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Returns the folders in it, links last."""
+    """Returns the folders in `path`, links last."""
     return sorted((folder for folder in path.iterdir() if folder.is_dir()), key=lambda p: (p.is_symlink(), p.name))
 
 
@@ -199,7 +199,7 @@ def _without_copies(sources: Sources) -> Sources:
     of_ladders = [record for runs in sources.ladders for record in runs.records()]
     alone, copies = distinct([*of_ladders, *sources.timed, *sources.profiled])
     sources.copies.extend(copies)
-    # By identity: a record is as large as its arrays.
+    # By identity: comparing records would compare their arrays.
     kept = {id(record) for record in alone}
     for records in (sources.timed, sources.profiled):
         records[:] = sorted(

@@ -1,8 +1,8 @@
 """Tables from records, as rows of cells: the content of a Markdown file's tables (markdown.py).
 
-Each kind takes the folder of the file and the lines of its comment, and returns rows, of which the first holds the
-headings. ValueError names what a line or a record lacks. Bold is proven: as the ladder judges it where its own table
-has the comparison, else by `compare`, with Holm's correction over all such comparisons of a table.
+Each kind takes the folder of the file and the lines of its comment, and returns rows, the headings first. ValueError
+names what a line or a record lacks. Bold means proven: by the ladder's judgement if its own table has the comparison,
+else by `compare`, with Holm's correction over all such comparisons of a table.
 """
 
 import re
@@ -24,7 +24,7 @@ from dlrm_bench.bench.stats.statistics import student_t
 
 Rows = list[list[str]]
 SUSTAINED_S = 10.0
-"""Seconds of timed iterations that every run of a table of kind `sustained` has at least."""
+"""Minimum seconds of timed iterations of each run in a table of kind `sustained`."""
 LUCK = "\N{DAGGER}"
 _RECORD = re.compile(r"\d\d+-")
 _TIMES = re.compile(r"<!-- table: (?:times|sustained)\n.*\n(.+)\n")
@@ -50,7 +50,7 @@ class _Compared(NamedTuple):
 
 
 def _compared(folder: Path, lines: Sequence[str]) -> list[_Compared]:
-    """Returns the comparisons of lines, the heading first: words | record | a side in it | another.
+    """Returns the comparisons of lines, the heading first: words | record | a side in it | another side.
 
     A side is a rung of a ladder, or a folder of runs.
     """
@@ -70,7 +70,7 @@ def _compared(folder: Path, lines: Sequence[str]) -> list[_Compared]:
 
 
 def _times(folder: Path, lines: Sequence[str]) -> Rows:
-    """A heading, then a line for each comparison, as _compared reads them."""
+    """Returns a heading, then a row for each comparison; lines are those of _compared."""
     found = _compared(folder, lines)
     words, _, a, b = _cells(lines[0], 4)
     rows = [[words, f"{a}, ms", f"{b}, ms", f"times as fast ({_intervals(found)})", "runs"]]
@@ -78,9 +78,9 @@ def _times(folder: Path, lines: Sequence[str]) -> Rows:
 
 
 def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
-    """The same with the time by the clock beside each median, and power and clock of b's GPUs.
+    """Returns the rows of _times with the time by the clock beside each median, and power and SM clock of b's GPUs.
 
-    ValueError for a run with less than SUSTAINED_S of timed iterations: what a short one shows may not last.
+    ValueError for a run with less than SUSTAINED_S of timed iterations: the result of a short run may not last.
     """
     found = _compared(folder, lines)
     words, _, a, b = _cells(lines[0], 4)
@@ -90,7 +90,7 @@ def _sustained(folder: Path, lines: Sequence[str]) -> Rows:
         for side in (each.a, each.b):
             if side.shortest_s() < SUSTAINED_S:
                 raise ValueError(
-                    f"{side.label} has a run of {side.shortest_s():.1f} s, and {SUSTAINED_S:g} are needed: run it with "
+                    f"{side.label} has a run of {side.shortest_s():.1f} s, but {SUSTAINED_S:g} are needed: run it with "
                     "--min-time, or use a table of kind times"
                 )
         medians = zip(_typical(each.a, each.b), (each.a, each.b), strict=True)
@@ -106,7 +106,7 @@ def _intervals(found: Sequence[_Compared]) -> str:
 
 
 def _as_in_ladder(record: Path, a: Side, b: Side) -> str | None:
-    """Returns the cell of the ladder's own table for two of its rungs; None where it has none."""
+    """Returns the cell of the ladder's own table for two of its rungs; None if it has none."""
     if not (record / LADDER_JSON).exists():
         return None
     ladder, _ = read_judged_ladder(record)
@@ -118,9 +118,10 @@ def _as_in_ladder(record: Path, a: Side, b: Side) -> str | None:
 
 
 def _rungs(folder: Path, lines: Sequence[str]) -> Rows:
-    """The rungs of the ladder in `folder`: times, ratios to the first rung and to the one before, cost to the host.
+    """Returns the rungs of the ladder in `folder`: times, ratios to the first and to the previous rung, cost to the
+    host.
 
-    No lines. As `dlrm-bench ladder` judges them, all rungs considered.
+    Takes no lines. Judged as by `dlrm-bench ladder`, corrected for all rungs.
     """
     if lines:
         raise ValueError("it shows the ladder of its own folder, and takes no lines")
@@ -143,7 +144,7 @@ def _rungs(folder: Path, lines: Sequence[str]) -> Rows:
 
 
 def _over(ladder: Ladder, against: Literal["first", "previous"]) -> list[str]:
-    """Returns a cell for each rung but the first."""
+    """Returns a cell for each rung except the first."""
     found, rungs = proven(ladder, against), ladder["rungs"]
     cells = []
     for before, rung in pairwise(rungs):
@@ -157,7 +158,7 @@ def _over(ladder: Ladder, against: Literal["first", "previous"]) -> list[str]:
 
 
 def _latencies(folder: Path, lines: Sequence[str]) -> Rows:
-    """A heading, then a line for each side: words | path."""
+    """Returns a heading, then a row for each side; a side's line is: words | path."""
     if len(lines) < 2:
         raise ValueError("a heading and a line for each side are needed")
     rows = [[_cells(lines[0], 2)[0], "runs", "median, ms", "p99, ms", "99.9 %, ms", "mean, ms"]]
@@ -172,8 +173,10 @@ def _latencies(folder: Path, lines: Sequence[str]) -> Rows:
 
 
 def _auc(folder: Path, lines: Sequence[str]) -> Rows:
-    """One line: folder | side | side, whose runs are SIDE-0, SIDE-1, ... by their seeds; the last row has the mean of
-    the differences, with Student's t interval of 95 %."""
+    """Returns a row for each seed, and one with the mean of the differences and its 95 % interval by Student's t.
+
+    One line: folder | side | side. The runs are SIDE-0, SIDE-1, ..., numbered by their seeds.
+    """
     place, a, b = _cells(lines[0], 3)
     found = sorted((folder / place).glob(f"{a}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     if len(found) < 2:
@@ -197,7 +200,7 @@ def _final_auc(record: Path) -> float:
 
 
 def _records(folder: Path, lines: Sequence[str]) -> Rows:
-    """A row for each record in `folder`: what it shows, where it ran, and its result. No lines."""
+    """Returns a row for each record in `folder`: what it shows, its machine and its result. Takes no lines."""
     if lines:
         raise ValueError("it shows the records of its own folder, and takes no lines")
     rows = [["record", "what it shows", "machine", "result"]]
@@ -255,9 +258,9 @@ def _faster(result: Result) -> str:
 
 
 def _ratio_cell(value: float, interval: Sequence[float] | None, is_proven: bool, by_luck: bool) -> str:
-    """Returns the ratio of times in a cell: bold where proven, and the ratio alone after one run.
+    """Returns the ratio of times in a cell: bold if proven; only the ratio after one run.
 
-    A dagger marks runs that agree better than their iterations let expect: the interval may be too narrow.
+    A dagger marks runs that agree better than their iterations predict: the interval may be too narrow.
     """
     if interval is None:
         return times(value)

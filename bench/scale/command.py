@@ -32,9 +32,10 @@ from dlrm_bench.dlrm.runtime.topology import NETWORKS, Network, Topology
 _TORCHREC_H100 = ("128 x H100", "TorchRec, after the published work", 65536, 3.4)
 
 NOT_KNOWN = (
-    "The model leaves out contention in the network's switches, stragglers and the reading of data. Of TorchRec's "
-    "pipelines it has the host time of the record alone: its planner's balance, and exchanges whose sizes depend on "
-    "the ids, are taken to be as good as the static pipeline's. Network figures are stated, not measured, but for p2p."
+    "The model leaves out contention in the network's switches, stragglers and the reading of data. For TorchRec's "
+    "pipelines it uses only the host time of the record: it assumes that their planner's balance, and exchanges whose "
+    "sizes depend on the ids, are as good as the static pipeline's. Network figures are stated, not measured, except "
+    "those of p2p."
 )
 KNOWN_ERRORS = (
     "Known errors. Fitted to one GPU of record 40, the model is 8 to 9 % below the period of four GPUs there, and 11 "
@@ -43,7 +44,7 @@ KNOWN_ERRORS = (
     "12 % below. From 64 to 128 H100 at a global batch of 135168 it sees no gain (1.31 and 1.32 ms, fitted to record "
     "27), where HugeCTR's published logs have 2.35 and 1.77 ms, 1.33 times."
 )
-"""Errors of the model against records and published logs; tests/bench/scale/test_scaling.py computes them anew."""
+"""Errors of the model against records and published logs; tests/bench/scale/test_scaling.py recomputes them."""
 
 
 def scale(console: Console, asked: Scale) -> int:
@@ -51,14 +52,14 @@ def scale(console: Console, asked: Scale) -> int:
     if not asked.records:
         raise ValueError("name at least one record: dlrm-bench scale --limits LIMITS RECORD ...")
     if min(asked.nodes, default=0) < 1 or asked.gpus_per_node < 1:
-        raise ValueError("--nodes and --gpus-per-node: whole numbers from 1 on")
+        raise ValueError("--nodes and --gpus-per-node must be whole numbers above 0")
     network = _network(asked.network, asked.network_gb_s, asked.network_us)
     limits = read_limits(asked.limits)
     costs = costs_of(limits["machine"]["gpu"])
     topologies = [Topology(nodes=n, gpus_per_node=asked.gpus_per_node, network=network) for n in asked.nodes]
     console.print(
-        f"a model, not a measurement: {network.name}: {network.bytes_per_us / 1e3:g} GB/s a GPU, "
-        f"{network.latency_us:g} us a collective between nodes, by the costs of {costs.measured_on}",
+        f"a model, not a measurement: {network.name}: {network.bytes_per_us / 1e3:g} GB/s per GPU, "
+        f"{network.latency_us:g} us per collective between nodes, with the costs of {costs.measured_on}",
         soft_wrap=True,
     )
     read = [read_record(path) for path in asked.records]
@@ -82,7 +83,7 @@ def scale(console: Console, asked: Scale) -> int:
 
 
 def _network(name: str, gb_s: float | None, us: float | None) -> Network:
-    """The network of --network, with its figures replaced by those that are given."""
+    """Returns the network of --network, with the given figures in place of its own."""
     if (gb_s is not None and not gb_s > 0) or (us is not None and not us >= 0):
         raise ValueError("--network-gb-s must be above 0, and --network-us 0 or above")
     network = NETWORKS[name]
@@ -95,7 +96,7 @@ def _local_batch(global_batch_size: int | None, topology: Topology) -> int | Non
     if global_batch_size is None:
         return None
     if global_batch_size % topology.world_size:
-        raise ValueError(f"--global-batch-size {global_batch_size} does not go in {topology.world_size} equal parts")
+        raise ValueError(f"--global-batch-size {global_batch_size} does not split into {topology.world_size} parts")
     return global_batch_size // topology.world_size
 
 
@@ -105,9 +106,9 @@ def _table(scaling: Scaling, points: Sequence[Point]) -> Table:
     table = Table(
         title=f"{scaling.kind}, fitted to {scaling.fitted_to}: {how}",
         caption=(
-            "bound by: the resource that is busy all the time; dependencies: none is, tasks wait for one another\n"
-            f"stages: us of their tasks, which overlap; needed for {NEAR_IDEAL - 1:.0%} above no network: GB/s a GPU,\n"
-            "or, where no rate is enough, us a collective"
+            "bound by: the resource that is always busy; dependencies: none is, tasks wait for one another\n"
+            f"stages: us of their tasks, which overlap; needed for {NEAR_IDEAL - 1:.0%} above no network: GB/s per\n"
+            "GPU, or, if no rate is enough, us per collective"
         ),
         title_justify="left",
         caption_justify="left",
@@ -131,7 +132,8 @@ def _table(scaling: Scaling, points: Sequence[Point]) -> Table:
 
 
 def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Network) -> Table | None:
-    """Returns other records beside the predictions of models of the same pipeline and precision; None without any."""
+    """Returns a table of other records beside the predictions for the same pipeline and precision; None if there are
+    none."""
     rows = []
     for record in records:
         run = record.run
@@ -148,7 +150,7 @@ def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Net
     table = Table(
         title="checked against other records",
         caption=(
-            "period: from one iteration to the next, the mean of the ranks, which is what the model has\n"
+            "period: from one iteration to the next, the mean over the ranks, which the model predicts\n"
             "latency: of the slowest rank, as everywhere else"
         ),
         title_justify="left",
@@ -181,7 +183,7 @@ def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -
         if gpu != "H100" or int(gpus) <= 8:
             continue
         topology = Topology.of(int(gpus), 8, network)
-        # The factor on the GPU's work belongs to one batch size, so the nearest one is taken.
+        # The factor on the GPU's work belongs to one batch size, so the nearest batch size is taken.
         nearest = min(of_static, key=lambda s: abs(s.training.local_batch_size - batch / topology.world_size))
         scaling = replace(nearest, system=System(limits=nearest.system.limits, costs=H100_STATED))
         steady = scaling.point(topology, batch // topology.world_size).steady
@@ -202,7 +204,7 @@ def _draw(curves: dict[str, list[Point]], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("nodes")
-    axes.set_ylabel("ms an iteration (model)")
+    axes.set_ylabel("ms per iteration (model)")
     axes.legend(fontsize=7, frameon=False)
     with rc_context({"svg.fonttype": "none"}):  # words as text: half the bytes
         figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Times on one GPU of the dense network beside its GEMMs, and of FBGEMM's lookup and update of tables."""
+"""Times on one GPU of the dense network apart from its GEMMs, and of FBGEMM's lookup and update of tables."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ _ELEMENTWISE_US, _ELEMENTWISE_US_PER_SAMPLE = 65.0, 0.047
 # million uniform ids, by columns, and for each call. Single tables of 0.4 to 1.5 million ids are predicted within 10 %.
 _FBGEMM_US_PER_MILLION_IDS = {16: 196.0, 32: 228.0, 64: 376.0, 128: 674.0}
 _FBGEMM_US = 180.0
-# The time of an id whose row other ids of the batch name too, relative to that of a distinct row's. Ten one-hot tables
-# of 3 to 17295 rows in one call: 396 us at 55296 samples.
+# Time of a repeated id of a row in the batch, relative to the row's first id. Ten one-hot tables of 3 to 17295 rows in
+# one call: 396 us at 55296 samples.
 _FBGEMM_REPEATED_ID = 0.57
 
 
@@ -34,5 +34,5 @@ def fbgemm_us(
 
 
 def elementwise_us(batch: int) -> float:
-    """Returns the microseconds of the dense network beside its GEMMs for a local batch."""
+    """Returns the microseconds of the dense network apart from its GEMMs for a local batch."""
     return _ELEMENTWISE_US + _ELEMENTWISE_US_PER_SAMPLE * batch

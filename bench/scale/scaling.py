@@ -21,9 +21,9 @@ from dlrm_bench.pipeline.static.options import StaticOptions
 
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
 NEAR_IDEAL = 1.1
-"""An iteration of at most this many times the ideal network's time counts as near it."""
+"""Largest ratio of an iteration's time to the ideal network's that counts as near ideal."""
 _FASTEST_GB_S = 1000.0
-"""GB/s in one direction that neither a network of today nor NVLink brings a GPU."""
+"""GB/s per GPU in one direction, above what any current network, or NVLink, reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class Point:
     stages_us: dict[str, float]
     """Time of each stage's tasks, on all resources; stages overlap."""
     needed_gb_s: float | None
-    """GB/s a GPU at which an iteration takes NEAR_IDEAL times the ideal network's; 0 on one node, None where 1000 GB/s
-    are not enough, because the latencies take too long."""
+    """GB/s per GPU at which an iteration takes NEAR_IDEAL times the ideal network's; 0 on one node, None if 1000 GB/s
+    are not enough, because the latencies are too long."""
     needed_us: float | None
-    """Microseconds of a collective between two nodes that are enough at an unlimited rate, where no rate alone is; the
-    time of further nodes' messages shrinks in proportion."""
+    """Microseconds of a collective between two nodes that are enough at an unlimited rate, if no rate alone is enough;
+    the time of messages to further nodes shrinks in proportion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Scaling:
         return load_of(plan, topology, training, self.system.costs, self.peer_memory)
 
     def load_in(self, record: RunRecord, topology: Topology) -> Load:
-        """Returns the load in a record, whose plan today's planner may not make."""
+        """Returns the load of a record by its own plan, which the current planner may not make."""
         plan, batch = plan_in(record), record["config"]["local_batch_size"]
         if plan is None:
             return self.load(topology, batch)
@@ -82,7 +82,7 @@ class Scaling:
         return tasks_of(self.kind, load, topology, self.system, self.fit, parts)
 
     def steady(self, load: Load, topology: Topology) -> Steady:
-        """Returns an iteration of a load."""
+        """Returns the steady state of a load."""
         return simulate(self.tasks(load, topology))
 
     def point(self, topology: Topology, local_batch_size: int | None = None) -> Point:
@@ -128,8 +128,9 @@ class Scaling:
 def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
     """Returns the model of a record's pipeline, fitted to its `period_ms`.
 
-    The model of the static pipeline, which replays a graph, is fitted by a factor on the GPU's work, the other models
-    by the host time, as the GPU waits for the host. ValueError where the links alone take longer than the record.
+    The model of the static pipeline, which replays a graph, is fitted by a factor on the GPU's work; the other models
+    are fitted by the host time, because the GPU waits for the host. ValueError if the links alone take longer than the
+    record.
     """
     record = read.run
     kind, benchmark = kind_of(record), benchmark_of(record["config"])
@@ -153,15 +154,15 @@ def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
 
     if us(1e-3) > target:
         raise ValueError(
-            f"record {record['id']}: it takes {target:.0f} us an iteration, and links alone {us(1e-3):.0f} us by these "
-            "limits: give limits of its machine"
+            f"record {record['id']} takes {target:.0f} us per iteration, but links alone take {us(1e-3):.0f} us by "
+            "these limits: give limits of its machine"
         )
     value = _smallest(lambda value: us(value) >= target, 1e-3, 10.0)
     return replace(scaling, fit=Fit(gpu=value) if kind == "static" else Fit(host_us=value * target))
 
 
 def kind_of(record: RunRecord) -> Kind:
-    """Returns the pipeline of a record; ValueError of an unknown one."""
+    """Returns the pipeline of a record; ValueError if it is unknown."""
     name = record["config"]["pipeline"]["name"]
     if name not in get_args(Kind):
         raise ValueError(f"record {record['id']} is of pipeline {name!r}: scale knows torchrec, five-stage and static")
@@ -169,7 +170,7 @@ def kind_of(record: RunRecord) -> Kind:
 
 
 def peer_memory_of(record: RunRecord) -> bool:
-    """Returns whether a record's ranks exchange through peer memory."""
+    """Whether a record's ranks exchange through peer memory."""
     return bool(record["config"]["pipeline"].get("peer_memory"))
 
 
@@ -178,8 +179,8 @@ def period_ms(read: Record) -> float:
     over ranks.
 
     An iteration's latency, that of its slowest rank, is longer: the slowest rank of one iteration is the fastest of the
-    next, the more so the more ranks there are (by 3 % on four in record 40, 1 % on two). ValueError where the record
-    has too few iterations.
+    next, the more so with more ranks (3 % longer on four in record 40, 1 % on two). ValueError if the record has too
+    few iterations.
     """
     times = read.iterations_ms[:, read.run["warmup_iterations"] :]
     if times.size == 0:
@@ -188,14 +189,14 @@ def period_ms(read: Record) -> float:
 
 
 def plan_in(record: RunRecord) -> Plan | None:
-    """Returns the plan of a record of the static pipeline; None for another pipeline. ValueError where its tables are
-    not pooled, and have no plan."""
+    """Returns the plan of a record of the static pipeline; None for another pipeline. ValueError if its tables are not
+    pooled, and so have no plan."""
     if kind_of(record) != "static":
         return None
     if "plan" not in record["pipeline"]:
         raise ValueError(
-            f"record {record['id']} is of the static pipeline of tables that are not pooled, whose times scale has no "
-            "model of: give a record of a model with pooled tables"
+            f"record {record['id']} is of the static pipeline with tables that are not pooled, which scale does not "
+            "model: give a record of a model with pooled tables"
         )
     place = {name: table for table, name in enumerate(restored(record["config"]).model.tables.names)}
     shards = sorted(
@@ -222,7 +223,7 @@ def prediction(scaling: Scaling, record: RunRecord, network: Network = INFINIBAN
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns, within a thousandth, the smallest value from which on `holds` is true; `high` where it never is."""
+    """Returns the smallest value, within a thousandth, from which on `holds` is true; `high` if it never is."""
     if holds(low):
         return low
     while high / low > 1.001:

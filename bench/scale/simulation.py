@@ -1,7 +1,7 @@
 """Event simulation of tasks that share resources: when each starts, and how long an iteration takes.
 
-A resource does one task at a time. Of several that are ready, tasks of earlier iterations go first, and within an
-iteration the order is that of the list of tasks, in which they are launched.
+A resource runs one task at a time. Of ready tasks, those of earlier iterations go first; within an iteration they go in
+the order of the list, in which they are launched.
 """
 
 import heapq
@@ -33,8 +33,8 @@ class Steady:
 
     @property
     def bound_by(self) -> str:
-        """The resource with the longest busy time, where that is nearly the whole iteration; otherwise
-        'dependencies', as tasks wait for one another."""
+        """The resource with the longest busy time, if that is nearly the whole iteration; otherwise 'dependencies', as
+        tasks wait for one another."""
         name = max(self.busy_us, key=lambda resource: self.busy_us[resource])
         return name if self.busy_us[name] > 0.9 * self.iteration_us else "dependencies"
 

@@ -1,8 +1,8 @@
-"""The work of one iteration on one GPU of many, from measured rates of one node and stated ones of a network.
+"""The work of one iteration on one GPU of many, from the measured rates of one node and the stated rates of a network.
 
-GPU work is that of the rank with most to do: for the static pipeline by the planner's costs, which are those of its
-kernels, for the others by FBGEMM's times. One factor on GPU work, `Fit.gpu`, makes the model agree with a record. Host
-work is that of the record, whatever the number of nodes.
+GPU work is that of the busiest rank: for the static pipeline by the planner's costs, which are those of its kernels,
+for other pipelines by FBGEMM's times. One factor on GPU work, `Fit.gpu`, makes the model agree with a record. Host work
+is that of the record, regardless of the number of nodes.
 """
 
 import functools
@@ -26,11 +26,12 @@ Kind = Literal["torchrec", "five-stage", "static"]
 INPUT_DIST, FORWARD, DENSE, BACKWARD, UPDATE = STAGES
 HOST, GPU, NVLINK, NETWORK, PCIE = "host", "GPU", "NVLink", "network", "PCIe"
 
-# FBGEMM's forward of forward and backward together: 203 of 993 us at 6912 samples a GPU (8 x H200). Its backward sorts.
+# Share of the forward in FBGEMM's forward and backward: 203 of 993 us at 6912 samples per GPU (8 x H200). The backward
+# sorts.
 _LOOKUP_SHARE = 0.2
 # Share of weight gradients in the dense work: one of a layer's three products.
 _WEIGHT_GRADIENTS = 1 / 3
-# Of the dense weights: three cross layers, two MLPs.
+# Buckets of dense weights: three cross layers, two MLPs.
 _BUCKETS = 5
 # The share of TorchRec's host time that comes before each stage: stock's, traced on 4 x H200.
 _HOST_SHARES = {INPUT_DIST: 0.39, FORWARD: 0.19, DENSE: 0.33, BACKWARD: 0.07, UPDATE: 0.02}
@@ -59,15 +60,15 @@ class Fit:
     """The parameters that make the model agree with a record."""
 
     gpu: float = 1.0
-    """Factor on the GPU's work: time of kernels in an iteration, beside others and waiting, over that of kernels
+    """Factor on the GPU's work: time of kernels in an iteration, overlapped and waiting, over the time of the kernels
     alone."""
     host_us: float = 0.0
-    """Host time of an iteration; 0 where a graph is replayed."""
+    """Host time of an iteration; 0 if a graph is replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Each field's largest value over the ranks; the ranks may differ from field to field."""
+    """The largest value of each field over the ranks; different fields may be of different ranks."""
 
     local_batch_size: int
     fbgemm_us: float
@@ -76,9 +77,9 @@ class Load:
     """Times of the static pipeline's kernels."""
     columns: int
     ids: int
-    """Number of ids a sample in the tables that the rank has shards of."""
+    """Number of ids per sample in the tables of the rank's shards."""
     node_ids: int
-    """Number of ids a sample in the tables that the ranks of one node have shards of."""
+    """Number of ids per sample in the tables of the shards of one node's ranks."""
     exchanged_bytes: int
     """Bytes of an element of pooled vectors and gradients: 2 in bf16, 4 otherwise."""
     peer_memory: bool
@@ -87,8 +88,8 @@ class Load:
 
 @functools.cache
 def plan_on(topology: Topology, training: TrainingConfig, costs: GpuCosts, options: StaticOptions) -> Plan:
-    """Returns the static pipeline's plan, which takes about a second. TorchRec's pipelines are given it too, though
-    their planner may find none as good."""
+    """Returns the static pipeline's plan, which takes about a second. The model gives it to TorchRec's pipelines too,
+    though their planner may find none as good."""
     return plan_for(
         training,
         topology,
@@ -127,8 +128,8 @@ def load_of(plan: Plan, topology: Topology, training: TrainingConfig, costs: Gpu
 
 
 def tasks_of(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit, parts: int) -> list[Task]:
-    """Returns the tasks of an iteration on the GPU with most to do. parts: the number of parts in which the batch goes
-    from lookup to gradients."""
+    """Returns the tasks of an iteration on the busiest GPU. parts: number of parts of the batch from lookup to
+    gradients."""
     tasks = [*_host(kind, fit), *_input_dist(kind, load, topology, system, fit)]
     tasks += _chain(kind, load, topology, system, fit, parts)
     if kind != "static":
@@ -227,7 +228,7 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
 
 def dense_us(system: System, batch: int, reference: int) -> float:
     """Returns the microseconds of a batch's GEMMs alone: those of the limits' batch, or longer at 587 TFLOP/s, the rate
-    measured at 6912 samples a GPU (2 x H200, bf16)."""
+    measured at 6912 samples per GPU (2 x H200, bf16)."""
     flop = sum(c["amount"] for c in system.limits["ceilings"] if c["name"].startswith("GEMM: "))
     return max(system.us("GEMM: "), flop * batch / reference / 587e6)
 
@@ -242,9 +243,9 @@ def _exchange(
     after: tuple[str, ...],
 ) -> list[Task]:
     """Returns the tasks of an all-to-all in which sample_bytes of each sample of the global batch leave, or reach, the
-    rank with most.
+    busiest rank.
 
-    With peer memory, bytes move inside the node first, then between equal local ranks in a message for each node.
+    With peer memory, bytes move inside the node first, then between equal local ranks in one message per node.
     Otherwise a message goes to each GPU, inside and between nodes at once.
     """
     network = topology.network
@@ -275,17 +276,17 @@ def _inside_us(to_each: float, load: Load, topology: Topology, system: System) -
 
 
 def _all_reduce(bucket: int, load: Load, topology: Topology, system: System, after: tuple[str, ...]) -> list[Task]:
-    """Returns the tasks that sum one bucket of dense gradients: inside a node as measured, between nodes a slice of
-    each GPU, there and back."""
+    """Returns the tasks that sum one bucket of dense gradients: inside a node as measured, between nodes one slice per
+    GPU, there and back."""
     size = topology.gpus_per_node
-    if load.peer_memory:  # of each slice, gradients come from all ranks, and weights go to all
+    if load.peer_memory:  # gradients of each slice come from all ranks, and its weights go to all ranks
         inside = _inside_us(2 * system.dense_bytes / _BUCKETS / size, load, topology, system)
     else:
         inside = system.us(ALL_REDUCE) / _BUCKETS if size > 1 else 0.0
     between, away = 0.0, topology.nodes - 1
     if away:
         travels = 2 * system.dense_bytes / _BUCKETS / size * away / topology.nodes
-        steps = 2 * topology.nodes.bit_length()  # a tree's
+        steps = 2 * topology.nodes.bit_length()  # of a tree
         between = topology.network.latency_us + steps * topology.network.message_us
         between += travels / topology.network.bytes_per_us
     name = f"reduce {bucket}"

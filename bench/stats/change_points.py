@@ -1,11 +1,11 @@
-"""Change points of a series: where its mean changes, how surely, and between which points.
+"""Change points of a series: where its mean changes, with what confidence, and between which points.
 
-Circular binary segmentation (Olshen, Venkatraman, Lucito and Wigler, Biostatistics 5(4), 2004): of a segment, the arc
-of points whose mean differs most from that of the rest is cut out, as long as a permutation test finds so large a
-difference too rare; an arc that reaches an end of the segment is one change, another one two. Segments are tested
-together, as by Matteson and James (Journal of the American Statistical Association 109(505), 2014), so that one test
-at a level decides on each further change. The test is exact for independent points of any one distribution, whatever
-its tails; points that drift by themselves are no such points.
+Circular binary segmentation (Olshen, Venkatraman, Lucito and Wigler, Biostatistics 5(4), 2004): the arc of points in a
+segment whose mean differs most from that of the rest is cut out, as long as a permutation test finds so large a
+difference too rare. An arc that reaches an end of the segment is one change, any other arc two. Segments are tested
+together, as by Matteson and James (Journal of the American Statistical Association 109(505), 2014), so that one test at
+a level decides on each further change. The test is exact for independent points of any one distribution, whatever its
+tails, but not for points that drift by themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from .series import CONFIDENCE
 from .statistics import Estimate, welch
 
 FEWEST_POINTS = 8
-"""Points from which on a change can be found: of fewer, hardly any arrangement is rarer than one in twenty."""
+"""Minimum number of points for a change: with fewer, hardly any arrangement is rarer than one in twenty."""
 _PERMUTATIONS = 999
 _SHORTEST = 2  # points of a segment
 _LIKELIHOOD = 7.35
-"""95 % quantile of the likelihood ratio of a change's place (Hansen, Econometrica 68(3), 2000, table 1)."""
+"""95 % quantile of the likelihood ratio of a change's position (Hansen, Econometrica 68(3), 2000, table 1)."""
 _AT_ONCE = 4_000_000  # sums that are held in memory
 
 
@@ -34,15 +34,14 @@ class Change:
     """A change of the mean."""
 
     at: int
-    """Index of the first point after it."""
+    """Index of the first point after the change."""
     low: int
     high: int
     """Ends of a 95 % interval of `at`."""
     p_value: float
-    """Probability without such a change, when it was found: changes are found one after another, each at the same
-    level."""
+    """p value of the change when it was found: changes are found one after another, each at the same level."""
     estimate: Estimate
-    """Mean of the points up to the next change, less the mean of those from the change before on (Welch)."""
+    """Mean of the points from this change to the next, less the mean from the previous change to this one (Welch)."""
 
 
 def change_points(values: Sequence[float], level: float = 1 - CONFIDENCE, seed: int = 0) -> list[Change]:
@@ -54,10 +53,10 @@ def change_points(values: Sequence[float], level: float = 1 - CONFIDENCE, seed: 
     cuts: dict[int, float] = {}  # p values, by place
     while len(series) >= FEWEST_POINTS:
         segments = list(pairwise([0, *sorted(cuts), len(series)]))
-        # Shuffled within each segment: what is known already stays, and all segments are looked at together.
+        # Shuffled within each segment: known changes stay, and all segments are tested together.
         shuffled = (rng.permuted(np.tile(series[a:b], (_PERMUTATIONS, 1)), axis=1) for a, b in segments)
         by_chance = np.max([_rarity(rows) for rows in shuffled], axis=0)
-        # One change before two: an arc within a segment is larger by chance, and its other end is looked at next.
+        # One change before two: an arc within a segment is larger by chance, and its other end is tested next.
         for arcs in (_steps, _arcs):
             rarest, first, last = max((_rarity(series[a:b][None], arcs)[0], a, b) for a, b in segments)
             p_value = (1 + int((by_chance >= rarest).sum())) / (1 + _PERMUTATIONS)
@@ -73,9 +72,9 @@ def change_points(values: Sequence[float], level: float = 1 - CONFIDENCE, seed: 
 
 
 def _change(series: np.ndarray, before: int, at: int, after: int, p_value: float) -> Change:
-    """The change at `at`, between its neighbours `before` and `after`.
+    """Returns the change at `at`, between its neighbours `before` and `after`.
 
-    Its interval has the places at which one step explains the points between these nearly as well.
+    Its interval has the positions at which one step explains the points between these nearly as well.
     """
     places = range(before + 1, after)
     left = {k: _squares(series[before:k]) + _squares(series[k:after]) for k in places}
@@ -103,17 +102,17 @@ def _arcs(rows: np.ndarray) -> _Arcs:
 
 
 def _steps(rows: np.ndarray) -> _Arcs:
-    """Returns the same of arcs that reach the end of a segment alone: of one change each."""
+    """Returns the result of _arcs for the arcs that reach the end of a segment: of one change each."""
     squares, begins, ends = _arcs(rows)
     step = ends == rows.shape[1]
     return squares[:, step], begins[step], ends[step]
 
 
 def _rarity(rows: np.ndarray, arcs: Callable[[np.ndarray], _Arcs] = _arcs) -> np.ndarray:
-    """Returns of each row [k, n] how rare its largest difference between an arc and the rest is, [k].
+    """Returns the rarity of the largest difference between an arc and the rest, for each row [k, n]: [k].
 
-    It is -log p of Student's t for this arc alone, which compares segments of different lengths; 0 where no arc leaves
-    points enough, or nothing differs. arcs: which of them count; all, by default.
+    It is -log p of Student's t for this arc alone, which makes segments of different lengths comparable; 0 if no arc
+    leaves enough points, or if nothing differs. arcs: the arcs that count; by default all.
     """
     k, n = rows.shape
     if n < 2 * _SHORTEST:

@@ -1,7 +1,7 @@
 """Number and order of runs, and the differences that a number of runs can find.
 
-A run is the unit here: its metric (a median, say) is one number, and runs of one program differ. The differences that
-runs find follow from that spread alone, however many iterations each has.
+The unit is a run: its metric (a median, say) is one number, and runs of one program differ. The differences that runs
+find depend only on that spread, regardless of the number of iterations in each run.
 """
 
 import math
@@ -15,17 +15,17 @@ from .statistics import Estimate, student_t
 # scipy.special takes a quarter of a second to import: functions that need it import it.
 POWER = 0.8
 _USELESS = 100.0
-"""A detectable factor from which on its digits mean nothing: two rounds of noisy runs give 13 of them."""
+"""Detectable factor whose digits, and those of larger ones, mean nothing: two rounds of noisy runs give 13 digits."""
 
 
 def detectable(spread: float, runs: int, paired: bool, comparisons: int = 1, confidence: float = CONFIDENCE) -> float:
-    """Returns the smallest relative difference that `runs` runs a side find with a probability of 80 %; 0.02 means 2 %,
-    inf with one run.
+    """Returns the smallest relative difference that `runs` runs per side find with a probability of 80 %; 0.02 means 2
+    %, inf with one run.
 
     spread: standard deviation of the logarithms of the runs' metric on one side; if paired, of their differences within
-    a pair. comparisons: number of those looked at together; the one with the smallest p value must then pass 0.05 /
-    that number (Holm). confidence: of the interval that must leave out 1. From the noncentral t distribution of the
-    test's statistic (Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 2008, section 3.2).
+    a pair. comparisons: number of comparisons made together; the smallest p value must then pass 0.05 / that number
+    (Holm). confidence: of the interval that must exclude 1. From the noncentral t distribution of the test's statistic
+    (Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 2008, section 3.2).
     """
     if runs < 2:
         return math.inf
@@ -48,8 +48,8 @@ def detectable_range(
 ) -> tuple[float, float, float]:
     """Returns (low, value, high): the difference that an estimate finds, and its 95 % interval.
 
-    The spread of a few runs is poorly known: of two rounds its interval reaches from 0.45 to 32 times the value seen
-    (chi-squared).
+    The spread of a few runs is poorly known: after two rounds its interval reaches from 0.45 to 32 times the observed
+    value (chi-squared).
     """
     from scipy.special import gammaincinv
 
@@ -71,7 +71,7 @@ def runs_needed(
     confidence: float = CONFIDENCE,
     most: int = 10_000,
 ) -> int | None:
-    """Returns the smallest number of runs a side that finds `difference` (0.02: 2 %) as `detectable` says; None if over
+    """Returns the smallest number of runs per side that finds `difference` (0.02: 2 %), see `detectable`; None if over
     `most`."""
     if spread > 0 and difference <= 0:
         return None
@@ -90,20 +90,20 @@ def runs_needed(
 
 
 def finds(differences: tuple[float, float, float]) -> str:
-    """Returns a phrase such as 'find differences from 3.10% (1.86% to 8.91%, by so few runs)'.
+    """Returns a phrase such as 'find differences from 3.10% (1.86% to 8.91%, with so few runs)'.
 
-    differences: the result of `detectable_range`. From 1 on a difference is given as a factor, as are the ratios beside
-    it.
+    differences: the result of `detectable_range`. A difference of 1 or more is given as a factor, like the ratios
+    beside it.
     """
     low, value, high = differences
     if 1 + value >= _USELESS:
         return f"find no factor below {_USELESS:.0f}"
     what = f"factors from {1 + value:.2f}" if value >= 1 else f"differences from {value:.2%}"
-    return f"find {what} ({_size(low)} to {_size(high)}, by so few runs)"
+    return f"find {what} ({_size(low)} to {_size(high)}, with so few runs)"
 
 
 def finds_from(differences: tuple[float, float, float]) -> str:
-    """Returns the same for a table's cell, such as '3.10% (1.86% .. 8.91%)'."""
+    """Returns the difference for a table's cell, such as '3.10% (1.86% .. 8.91%)'."""
     low, value, high = map(_size, differences)
     return f"{value} ({low} .. {high})"
 
@@ -115,8 +115,7 @@ def _size(difference: float) -> str:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Returns each p value corrected for all of them being looked at (Holm, Scandinavian Journal of Statistics 6,
-    1979).
+    """Returns each p value corrected for all tests made together (Holm, Scandinavian Journal of Statistics 6, 1979).
 
     Rejecting those of at most 0.05 keeps the probability of any false rejection at 0.05. nan stays nan and is not
     counted.
@@ -132,10 +131,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def balanced_orders(items: int, rounds: int, seed: int) -> list[list[int]]:
     """Returns for each round an order of `items` items, [rounds][items], in which a linear drift cancels.
 
-    Rounds come in pairs: the second one runs the first one's order backwards, so that every item has the same mean
+    Rounds come in pairs: the second round reverses the order of the first, so that every item has the same mean
     position over the pair (A B, B A for two items: ABBA). The first orders of pairs are the rows of a Williams square
     (Australian Journal of Scientific Research A 2(2), 1949), in which each item follows each other item equally often,
-    with rows and items shuffled by the seed. A last round without a partner stays as it is.
+    with rows and items shuffled by the seed. A last round without a partner is not reversed.
     """
     rng = np.random.default_rng(seed)
     names, rows = rng.permutation(items), rng.permutation(items)

@@ -1,9 +1,10 @@
 """Estimates of a ladder: things compared round by round, less the part that a steady drift of the machine explains.
 
-Each round runs every thing once, in an order that the next round runs backwards. A difference within a round is free of
-all that the round shares, but not of the drift between the two runs: of 16 things under 2 % a run, a pair is up to 30 %
-apart one way and then the other. The mean over two rounds is free of it, but the spread from round to round is not, so
-that nothing is found. One slope, estimated from all runs together, removes the drift from every difference.
+Each round runs every thing once, in an order that the next round reverses. A difference within a round is free of
+everything that the round shares, but not of the drift between the two runs: among 16 things with a drift of 2 % per
+run, a pair differs by up to 30 % one way and then the other. The mean over two rounds is free of drift, but the spread
+between rounds is not, so that no difference is found. One slope, estimated from all runs together, removes the drift
+from every difference.
 """
 
 import math
@@ -14,8 +15,8 @@ import numpy as np
 from .statistics import Estimate
 
 FEWEST_THINGS, FEWEST_ROUNDS = 3, 4
-"""Numbers from which on a drift is estimated. Two things are neighbours in each round, where a drift does little, and
-with fewer rounds the degrees of freedom of the slope cost more than the drift."""
+"""Minimum numbers for estimating a drift. Two things are neighbours in each round, where a drift does little, and with
+fewer rounds the degrees of freedom of the slope cost more than the drift."""
 
 
 def estimates_of_rounds(
@@ -23,10 +24,10 @@ def estimates_of_rounds(
 ) -> list[Estimate | None]:
     """Returns for each pair (i, j) the estimate of the logarithm of thing j's metric over thing i's.
 
-    logs: logarithm of the metric, [things, rounds]. positions: place of the run in the order of all, [things, rounds];
-    least squares separate parts that are additive in the round, in the thing and linear in the position. The spread is
-    that of the pair's own differences, so that a noisy thing widens no other one's interval. None for a pair in a
-    ladder of one round, which does not show the spread of runs.
+    logs: logarithm of the metric, [things, rounds]. positions: position of the run in the order of all runs, [things,
+    rounds]; least squares separate parts that are additive in the round, in the thing and linear in the position. The
+    spread is that of the pair's own differences, so that a noisy thing does not widen the intervals of others. None for
+    each pair after one round, which does not show the spread of runs.
     """
     rounds = logs.shape[1]
     assert positions.shape == logs.shape, "every run has a place"

@@ -1,9 +1,9 @@
-"""One run's series of latencies: the error of its median by itself, and whether the run was steady.
+"""One run's series of latencies: the error of its median from this run alone, and whether the run was steady.
 
 Iterations are correlated, so n of them are worth fewer independent ones. Intervals are made of sections: consecutive
-parts of the series, long enough to be nearly independent of each other, and so few that Student's t is what counts
-(batch means; for quantiles "sectioning", Asmussen and Glynn, Stochastic Simulation, 2007, section III.5a). No value is
-left out.
+parts of the series, long enough to be nearly independent of each other, and so few that Student's t matters (batch
+means; for quantiles "sectioning", Asmussen and Glynn, Stochastic Simulation, 2007, section III.5a). No value is left
+out.
 """
 
 import math
@@ -16,7 +16,7 @@ METRICS: tuple[Metric, ...] = ("p50", "p90", "p99", "mean")
 
 CONFIDENCE = 0.95
 AUTO_CONFIDENCE = 0.97
-"""Confidence of intervals, and of tests, in a ladder that ran until it found a difference of some size.
+"""Confidence of intervals, and of tests, in a ladder that ran until it could find a difference of a given size.
 
 Stopping when the spread happens to look small makes 95 % intervals cover 92 % to 94 %; 97 % ones cover 95 % and more
 (simulated in tests/bench/stats/test_repetitions.py).
@@ -28,20 +28,20 @@ _PERCENTILES: dict[Metric, float] = {"p50": 50, "p90": 90, "p99": 99}
 # too short, and .92 to .94 above.
 _TIMES_APART = 6  # correlation times in a section
 _FEWEST, _MOST = 5, 20  # sections
-_LEAST_VALUES = 4 * _FEWEST  # of a series whose sections can be told apart
+_LEAST_VALUES = 4 * _FEWEST  # shortest series that can be split into sections
 
 _PARTS, _SECTIONS_OF_PART, _QUIETEST = 8, 4, 6
 _SHARE_OF_QUIETEST = 0.667
 """Mean of the six smallest of eight variances of four normal values each, where the variance is 1."""
-_STEADY_WITHIN = 0.02  # ratio of the largest part to the smallest that nobody minds
+_STEADY_WITHIN = 0.02  # largest ratio of the largest part to the smallest in a steady run
 _STEADY_F = 4.0  # variance between the parts over that within them; simulated in tests/bench/stats/test_series.py
 
 
 class Spread(NamedTuple):
-    """The error of one series' metric by the chance of its iterations."""
+    """The error of one series' metric due to the noise of its iterations."""
 
     error: float
-    """Standard error of the metric's logarithm; nan where the series is too short to know."""
+    """Standard error of the metric's logarithm; nan if the series is too short."""
     freedom: float
     """Degrees of freedom of the error."""
     too_short: bool
@@ -54,7 +54,7 @@ class Drift(NamedTuple):
     change: float
     """Median of the later of the slowest and the fastest eighth of the series over that of the earlier one, minus 1."""
     steady: bool
-    """False where a change of more than 2 % is no chance of the iterations."""
+    """False if a change of more than 2 % exceeds the noise of the iterations."""
 
 
 def slowest_rank(iterations_ms: np.ndarray, warmup: int = 0) -> np.ndarray:
@@ -66,10 +66,10 @@ def slowest_rank(iterations_ms: np.ndarray, warmup: int = 0) -> np.ndarray:
 
 
 def by_clock(iterations_ms: np.ndarray, warmup: int = 0) -> float:
-    """Returns elapsed milliseconds an iteration: the total of the rank that took longest, over the number of
+    """Returns elapsed milliseconds per iteration: the total of the rank that took longest, over the number of
     iterations.
 
-    iterations_ms: as for slowest_rank, with an iteration after the warm-up at least.
+    iterations_ms: as for slowest_rank, with at least one iteration after the warm-up.
     """
     timed = np.asarray(iterations_ms[:, warmup:], dtype=np.float64)
     return float(timed.sum(axis=1).max()) / timed.shape[1]
@@ -81,10 +81,11 @@ def summary_statistics(series: np.ndarray) -> dict[Metric, float]:
 
 
 def correlation_time(series: np.ndarray) -> float:
-    """Returns the number of iterations worth one independent one, for the mean of a series [n]: 1 without correlation.
+    """Returns the number of iterations worth one independent iteration, for the mean of a series [n]: 1 without
+    correlation.
 
-    The sum of autocorrelations up to where a pair of them is negative for the first time (initial positive sequence
-    with its monotone bound: Geyer, Statistical Science 7(4), 1992, section 3.3).
+    The sum of autocorrelations up to the first negative pair of them (initial positive sequence with its monotone
+    bound: Geyer, Statistical Science 7(4), 1992, section 3.3).
     """
     n = len(series)
     centred = series - series.mean()
@@ -102,8 +103,8 @@ def correlation_time(series: np.ndarray) -> float:
 def spread_of_log(series: np.ndarray, metric: Metric) -> Spread:
     """Returns the standard error of the logarithm of a metric of one series [n], from the metric of its sections.
 
-    The sections have six correlation times each, but there are 5 at least and 20 at most; for a percentile, sections
-    that have a value or two beyond it. Deviations are taken from the whole series' metric.
+    Sections have six correlation times each, but there are at least 5 and at most 20; for a percentile, each section
+    has a value or two beyond it. Deviations are taken from the whole series' metric.
     """
     n, values = len(series), np.asarray(series, dtype=np.float64)
     if n < _LEAST_VALUES:
@@ -116,7 +117,7 @@ def spread_of_log(series: np.ndarray, metric: Metric) -> Spread:
     fitting = int(n / (_TIMES_APART * correlation_time(correlated)))
     sections = max(_FEWEST, min(_MOST, fitting, beyond))
     length = n // sections
-    # The first iterations, fewer than a section has, count in the whole series' metric alone.
+    # The first iterations, fewer than a section has, count only in the whole series' metric.
     of_sections = _metrics(values[n - sections * length :].reshape(sections, length))[:, METRICS.index(metric)]
     deviations = np.log(of_sections / whole)
     error = math.sqrt(float((deviations**2).sum()) / (sections - 1) / sections)
@@ -124,9 +125,9 @@ def spread_of_log(series: np.ndarray, metric: Metric) -> Spread:
 
 
 def median_ci95(series: np.ndarray) -> list[float] | None:
-    """Returns the 95 % interval [low, high] of the median of latencies [n] by this one run; None below 20 values.
+    """Returns the 95 % interval [low, high] of the median of latencies [n] from this run alone; None below 20 values.
 
-    The spread between runs of the same program is not in it.
+    It does not include the spread between runs of the same program.
     """
     spread = spread_of_log(series, "p50")
     if math.isnan(spread.error):
@@ -141,12 +142,12 @@ def median_ci95(series: np.ndarray) -> list[float] | None:
 def drift_within(series: np.ndarray) -> Drift | None:
     """Returns the difference of the medians of the eighths of latencies [n]; None below 96 values.
 
-    They count as different where the largest is more than 2 % over the smallest, and their variance is over four times
-    that which the sections within the eighths and the correlation of the iterations let expect (an analysis of
-    variance, as of batch means). The variance within is that of the six quietest eighths: a change in the middle of an
-    eighth, as by the power cap, must not hide itself. A slow drift, a bad start and an excursion in the middle are all
-    found. Of series without a drift 3 % at most are called unsteady, but of short and strongly correlated ones
-    (coefficient .9, 250 values) 20 %: these wander.
+    They count as different if the largest is more than 2 % over the smallest, and if their variance is over four times
+    that which the sections within the eighths and the correlation of the iterations predict (an analysis of variance,
+    as of batch means). The variance within is that of the six quietest eighths, so that a change in the middle of an
+    eighth, such as by the power cap, does not hide itself. A slow drift, a bad start and an excursion in the middle are
+    all found. At most 3 % of series without a drift are called unsteady, but 20 % of short and strongly correlated ones
+    (coefficient .9, 250 values), which wander.
     """
     length = len(series) // (_PARTS * _SECTIONS_OF_PART)
     if length < 3:

@@ -18,7 +18,7 @@ from .series import CONFIDENCE, METRICS, Metric, spread_of_log, summary_statisti
 Verdict = Literal["faster", "slower", "no difference proven", "no verdict"]
 UNPROVEN: Verdict = "no difference proven"
 NO_VERDICT: Verdict = "no verdict"
-"""Verdict on a comparison whose order, or machines, would make a difference by themselves."""
+"""Verdict on a comparison whose order, or machines, could cause a difference by themselves."""
 
 NO_SPREAD = 1e-9
 """Standard error of a logarithm below which runs do not differ at all: float32 times differ by 6e-8, or are equal."""
@@ -32,11 +32,11 @@ class Ratio(NamedTuple):
     value: float
     low: float
     high: float
-    """[low, high] is the interval; (nan, nan) where it is unknown."""
+    """[low, high] is the interval; (nan, nan) if it is unknown."""
 
     @property
     def inverse(self) -> "Ratio":
-        """The ratio the other way round."""
+        """The inverse ratio."""
         return Ratio(1 / self.value, 1 / self.high, 1 / self.low)
 
 
@@ -46,7 +46,7 @@ class Estimate:
 
     log: float
     error: float
-    """Standard error; nan where it is unknown."""
+    """Standard error; nan if it is unknown."""
     freedom: float
     """Degrees of freedom of Student's t."""
 
@@ -60,7 +60,7 @@ class Estimate:
         return self.ratio(confidence).inverse
 
     def verdict(self, confidence: float = CONFIDENCE) -> Verdict:
-        """Returns the proven difference of B, where nothing else was looked at."""
+        """Returns the proven difference of B, if no other comparison was made."""
         if not self.p_value < 1 - confidence:
             return UNPROVEN
         return "slower" if self.log > 0 else "faster"
@@ -84,19 +84,19 @@ class Estimate:
 
     @property
     def p_value(self) -> float:
-        """Two-sided p value of no difference; nan where it is unknown, 1 where the times are too coarse."""
+        """Two-sided p value of no difference; nan if it is unknown, 1 if the times are too coarse."""
         return math.nan if math.isnan(self.error) else min(1.0, 2 * min(self.p_at_least(1.0), self.p_at_most(1.0)))
 
     def p_at_least(self, ratio: float) -> float:
-        """Returns the one-sided p value of B being `ratio` times A or more: small where B is proven to be less."""
+        """Returns the one-sided p value of B being `ratio` times A or more: small if B is proven to be less."""
         return self._one_sided_p(self.log - math.log(ratio))
 
     def p_at_most(self, ratio: float) -> float:
-        """Returns the one-sided p value of B being `ratio` times A or less: small where B is proven to be more."""
+        """Returns the one-sided p value of B being `ratio` times A or less: small if B is proven to be more."""
         return self._one_sided_p(math.log(ratio) - self.log)
 
     def p_not_equivalent(self, margin: float) -> float:
-        """Returns the p value of a difference of `margin` (0.02: 2 %) or more, either way: small where both are
+        """Returns the p value of a difference of `margin` (0.02: 2 %) or more, either way: small if both are
         equivalent.
 
         The larger one of two one-sided tests (TOST: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15(6),
@@ -105,7 +105,7 @@ class Estimate:
         return max(self.p_at_least(1 + margin), self.p_at_most(1 / (1 + margin)))
 
     def _one_sided_p(self, distance: float) -> float:
-        """Returns the probability of a t statistic of at most this distance above zero; nan where it is unknown."""
+        """Returns the probability of a t statistic of at most this distance above zero; nan if it is unknown."""
         if math.isnan(self.error):
             return math.nan
         if self.too_coarse:
@@ -158,11 +158,11 @@ def compare(a: Sequence[np.ndarray], b: Sequence[np.ndarray], *, paired: bool = 
 
     a, b: the runs of a side, each its latencies [n] after the warm-up, in milliseconds; a run of which only the mean is
     known is a series of length one. A side's metric is the geometric mean over its runs. paired: run i of A and run i
-    of B were neighbours in time, so that the machine's drift cancels in their ratio; needs equally many. ValueError if
-    a run is empty, or pairs are not.
+    of B were neighbours in time, so that the machine's drift cancels in their ratio; needs equal numbers of runs.
+    ValueError if a run is empty, or if paired sides differ in their number of runs.
 
     The interval is that of Student's t: of the pairs' differences, or Welch's for two sides that are not paired. With
-    one run on a side the interval is that of its iterations, and between_runs is False.
+    one run per side the interval is that of its iterations, and between_runs is False.
     """
     if not a or not b or any(len(run) == 0 for run in (*a, *b)):
         raise ValueError("a comparison needs at least one run with one timed iteration on each side")
@@ -197,7 +197,7 @@ def of_pairs(a: np.ndarray, b: np.ndarray) -> Estimate:
 
 
 def welch(a: np.ndarray, b: np.ndarray) -> Estimate:
-    """Returns the estimate of b's mean less a's, each side of its own variance (Welch, Biometrika 34, 1947).
+    """Returns the estimate of b's mean less a's, with a variance for each side (Welch, Biometrika 34, 1947).
 
     The degrees of freedom are at most twice those of the side with fewer runs: of 2 and of 10 runs, Welch's own let a
     program differ from itself in 10 % of tries.
@@ -221,7 +221,7 @@ def _sum_of(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _of_these_runs(a: Sequence[np.ndarray], b: Sequence[np.ndarray], metric: Metric, log: float) -> Estimate:
-    """Returns the estimate of these runs' own ratio by their iterations, with Welch's degrees of freedom."""
+    """Returns the estimate of these runs' own ratio from their iterations, with Welch's degrees of freedom."""
     parts = []
     for side in (a, b):
         for run in side:

@@ -16,14 +16,14 @@ from .statistics import NO_SPREAD
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Standard deviation that each level adds to the logarithm of one run's metric; None where it is unknown."""
+    """Standard deviation that each level adds to the logarithm of one run's metric; None if it is unknown."""
 
     iteration: float | None
-    """Part by the chance of the run's iterations, which longer runs reduce."""
+    """Part due to the noise of the run's iterations, which longer runs reduce."""
     process: float | None
-    """Part by another process at another time, which only more runs reduce."""
+    """Part due to another process at another time, which only more runs reduce."""
     machine: float | None
-    """Part by another machine, which only more machines reduce."""
+    """Part due to another machine, which only more machines reduce."""
 
     def in_words(self) -> str:
         """Returns text such as 'iterations 0.4 %, processes 3.1 %, machines unknown'."""
@@ -56,11 +56,11 @@ def levels(runs: Sequence[np.ndarray], metric: Metric, machines: Sequence[Hashab
 
 
 def agree_by_luck(between: float, within: float, freedom: float) -> bool:
-    """Whether so small a spread between runs has a probability below 5 % if iterations alone make them differ.
+    """Whether a spread between runs this small has a probability below 5 % if only their iterations make them differ.
 
     between: standard deviation of the runs' log metric, or of their pairs' differences, with `freedom` degrees of
-    freedom. within: the part of it by the chance of their iterations. An interval from such runs is too narrow, and
-    without any spread always.
+    freedom. within: the part of it due to the noise of iterations. An interval from such runs is too narrow, and always
+    if there is no spread.
     """
     if between < NO_SPREAD or within == 0:
         return between < NO_SPREAD

@@ -90,10 +90,10 @@ def test_equivalent(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) ->
 
 def test_checks_need_runs_and_a_percentage(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", two[0] + "/run0", two[1] + "/run0", "--fail-on", "2%"]) == 5
-    assert "not enough runs: 1 and 1 runs: at least two a side" in capsys.readouterr().out
+    assert "not enough runs: 1 and 1 runs: at least two per side" in capsys.readouterr().out
     for bad in ("much", "-1%", "nan"):
         assert main(["compare", *two, f"--fail-on={bad}"]) == 2
-        assert f"--fail-on {bad!r} is no percentage" in capsys.readouterr().err
+        assert f"--fail-on {bad!r} is not a percentage" in capsys.readouterr().err
 
 
 def test_strict(two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_what_two_ladders_differ_in_is_said_once(
 def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["compare", str(tmp_path)], "compare needs two sides"),
-        (["compare", str(tmp_path), str(tmp_path)], "holds neither run.json"),
+        (["compare", str(tmp_path), str(tmp_path)], "holds no run.json"),
         (
             ["compare", "a", "b", "--preset", "smoke"],
             "--preset is a flag of launch/dlrm.py, and this",
@@ -164,14 +164,14 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         (["ladder", "--rungs", "none"], "--rungs 'none' is unknown"),
         (["ladder", "--rounds", "0"], "--rounds is 0"),
         (["ladder", "--detect", "1%"], "--detect is for --rounds auto"),
-        (["ladder", "--rounds", "auto", "--detect", "0%"], "no number of rounds finds a difference of nothing"),
+        (["ladder", "--rounds", "auto", "--detect", "0%"], "no number of rounds finds a zero difference"),
         (["ladder", "--rounds", "auto", "--max-rounds", "1"], "--max-rounds is 1"),
         (["ladder", "--max-minutes", "0"], "--max-minutes is 0"),
         (["ladder", "--resume", str(tmp_path)], "plan.json cannot be read"),
         (["ladder", "--resume", str(tmp_path), "--seed", "1"], "leave out --seed"),
         (["ladder", "--nproc", "0"], "--nproc is 0"),
         (["ladder", "--launch", "no-such-command"], "--launch 'no-such-command': there is no such command"),
-        (["ladder", "--launch", "true", "--host"], "--host is for ranks on this machine"),
+        (["ladder", "--launch", "true", "--host"], "--host is for local ranks"),
         (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
         (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
         (["host"], "name either a record or --preset"),

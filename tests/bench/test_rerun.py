@@ -33,7 +33,7 @@ def made(folder: Path, **git_state: Any) -> Path:
     [
         (
             {},
-            "without its commit, and .* has other source code than made it: install or check out the version that did",
+            "without its commit, but .* has other source code than made it: install or check out the version that did",
         ),
         ({"source": "789abc"}, "without its commit"),
         ({"commit": "0123abc" * 5, "dirty": False}, "is not in .*: fetch it"),
@@ -98,7 +98,7 @@ def test_a_copy_without_git_reruns_what_it_made_itself(tmp_path: Path, monkeypat
     for i, source in enumerate((None, "789abc")):
         other = made(tmp_path / f"other-{i}", commit="0123abc", source=source)
         with pytest.raises(
-            ValueError, match=r"is of commit 0123abc, and .* has other source code than made it: run it"
+            ValueError, match=r"is of commit 0123abc, but .* has other source code than made it: run it"
         ):
             rerun.rerun(other, 1, None, tmp_path / "again")
     started.clear()
@@ -170,16 +170,16 @@ rerun.rerun(Path({str(record)!r}), 1, None, Path({str(tmp_path / "again")!r}))
     [
         ({"model/bottom_mlp": ["32", "16", "--resume", "/planted"]}, r"config.model.bottom_mlp is .*a whole number"),
         ({"model/bottom_mlp": "512 256 128"}, r"config.model.bottom_mlp is .*a list"),
-        ({"checkpoint.path": "/etc"}, r"config.'checkpoint.path' is no field"),
+        ({"checkpoint.path": "/etc"}, r"config.'checkpoint.path' is not a field"),
         ({"mlperf/org": "--resume=/planted"}, r"config.mlperf.org is '--resume=/planted', expected a text"),
-        ({"mlperf": {"org": "x", "--resume": "y"}}, r"config.mlperf.'--resume' is no field"),
-        ({"pipeline/cuda_graph": "--x"}, r"config.pipeline.'cuda_graph' is no field"),
+        ({"mlperf": {"org": "x", "--resume": "y"}}, r"config.mlperf.'--resume' is not a field"),
+        ({"pipeline/cuda_graph": "--x"}, r"config.pipeline.'cuda_graph' is not a field"),
         ({"pipeline/row_wise": 1}, r"config.pipeline.row_wise is 1, expected true or false"),
         ({"seed": True}, r"config.seed is True, expected a whole number"),
         ({"precision": "fp4"}, r"config.precision is 'fp4', expected one of"),
         ({"optimizer/learning_rate": "1"}, r"config.optimizer.learning_rate is '1', expected a finite number"),
         ({"world_size": 2.0}, r"config.world_size is 2.0, expected a whole number"),
-        ({"global_batch_size": 0}, r"config.global_batch_size is 0, expected a positive one"),
+        ({"global_batch_size": 0}, r"config.global_batch_size is 0, expected a positive number"),
         ({"preset": None}, r"config.preset is None, expected a text"),
         ({"pipeline": None}, r"config.pipeline is None, expected an object with a name"),
         ({"pipeline": {}}, r"config.pipeline is \{\}, expected an object with a name"),
@@ -216,7 +216,7 @@ def test_the_command_compares(
     said = capsys.readouterr().out
     assert "95 % interval" in said
     assert "warning: a doubt" in said
-    assert "1 and 2. With one run on a side" in said
+    assert "1 and 2. One run per side" in said
     assert main(["rerun", str(record), "--rounds", "0"]) == 2
 
 

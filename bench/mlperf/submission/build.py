@@ -1,7 +1,7 @@
 """Arranges ten runs as a submission: their logs, the system's description, the source code, the scripts.
 
-The description is written once and kept when its submitter has edited it. Logs are copied byte for byte, in the order
-in which the runs began, and never replaced by others.
+The description is written only once, so that its submitter's edits are kept. Logs are copied byte for byte, in the
+order in which the runs began, and never replaced by others.
 """
 
 import json
@@ -54,16 +54,16 @@ class Built:
 
     package: Package
     described: bool
-    """Whether the system description was written, and not there before."""
+    """Whether this build wrote the system description, because there was none."""
     missing: list[str]
-    """Its fields that are still to be filled in."""
+    """Fields of the description that are still to be filled in."""
     notes: list[str]
 
 
 def read_given(paths: Sequence[Path]) -> list[GivenRun]:
     """Reads the runs to submit: record folders, folders of them, or result logs; in the order of their starts.
 
-    ValueError, naming the path, if one is no run, or if they are not exactly ten.
+    ValueError, naming the path, if a path is not a run, or if there are not exactly ten runs.
     """
     logs = [log for path in paths for log in _logs_in(path)]
     if len(logs) != RUNS:
@@ -76,14 +76,15 @@ def read_given(paths: Sequence[Path]) -> list[GivenRun]:
 
 
 def _logs_in(path: Path) -> list[Path]:
-    """A log, that of a record, those of all records in a folder, or all logs of another submission."""
+    """Returns the log itself, a record's log, the logs of all records in a folder, or all logs of another
+    submission."""
     if path.is_file():
         return [path]
     if (path / RUN_JSON).exists() and (path / FIRST_LOG).exists():
         return [path / FIRST_LOG]
     found = sorted(path.glob(f"*/{FIRST_LOG}")) or sorted(path.glob("result_*.txt"))
     if not found:
-        raise ValueError(f"--runs: {path} is no result log, no record, and no folder of them")
+        raise ValueError(f"--runs: {path} is not a result log, a record or a folder of them")
     return found
 
 
@@ -92,15 +93,16 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def build(out: Path, runs: Sequence[GivenRun], system: str | None) -> Built:
-    """Makes OUT/ORG from ten runs; ORG is the organisation in their logs, and `system` the name of the machine's files.
+    """Creates OUT/ORG from ten runs; ORG is the organisation in their logs, and `system` the name of the machine's
+    files.
 
-    ValueError where the runs do not belong together, or the package has other logs already.
+    ValueError if the runs do not belong together, or if the package already has other logs.
     """
     logs = [run.log for run in runs]
     fatal = [finding.text for finding in disagreements(logs) if finding.fatal]
     fatal += _differences([run.record for run in runs if run.record is not None])
     if fatal:
-        raise ValueError("\n  ".join(("these runs are no submission:", *fatal)))
+        raise ValueError("\n  ".join(("these runs do not make a submission:", *fatal)))
     first, record = logs[0], runs[0].record
     name = system_id(system or f"{first.platform or 'system'}_{IMPLEMENTATION}")
     rules_of(first.benchmark)
@@ -134,8 +136,7 @@ def _copy_logs(package: Package, logs: Sequence[MLPerfRun]) -> None:
     if present := package.logs():
         if [path.read_bytes() for path in present] != contents:
             raise ValueError(
-                f"{package.results} has logs of other runs, and results are never replaced: choose another OUT or "
-                "--system"
+                f"{package.results} has logs of other runs, which are never replaced: choose another OUT or --system"
             )
         return
     package.results.mkdir(parents=True, exist_ok=True)
@@ -159,7 +160,7 @@ def _description(run: MLPerfRun, record: RunRecord | None) -> dict[str, Any]:
 
 
 def _copy_source(folder: Path, record: RunRecord | None) -> list[str]:
-    """Copies this program's source, unless it is there; returns a reviewer's questions about it."""
+    """Copies this program's source, unless it exists; returns questions that a reviewer may ask about it."""
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -174,14 +175,14 @@ def _copy_source(folder: Path, record: RunRecord | None) -> list[str]:
             (partial / "dlrm_bench" / floor).symlink_to(Path("..", floor))
         partial.replace(folder)
     if record is None:
-        return [f"these runs have no records, so that nobody knows which source they ran: see that {folder} is it"]
+        return [f"these runs have no records, so their source is unknown: check that {folder} is what they ran"]
     if record["git"]["dirty"]:
-        return [f"the runs' source differed from commit {record['git']['commit']}: see that {folder} is what they ran"]
+        return [f"the runs' source differs from commit {record['git']['commit']}: check that {folder} is what they ran"]
     return []
 
 
 def _command(record: RunRecord | None, run: MLPerfRun) -> str:
-    """The command of a run, with its seed left to the caller."""
+    """Returns the command of a run, with its seed left to the caller."""
     if record is None:
         return f": # no record says how {run.path.name} was run; write the command here"
     words = shlex.split(record["command"])

@@ -16,7 +16,8 @@ from mlperf_logging.compliance_checker import mlp_compliance
 
 def run_checker(module: str, arguments: list[str]) -> str:
     """Runs `python -m module arguments` in this process; returns all output, whatever its exit status."""
-    # State that the checkers share, and that a crash leaves: rules still to be read, and handlers of the root logger.
+    # State that the checkers share and that a crashed checker leaves: rules still to be read, handlers of the root
+    # logger.
     mlp_compliance.enqueued_configs.clear()
     logging.getLogger().handlers.clear()
     output = io.StringIO()
@@ -25,7 +26,7 @@ def run_checker(module: str, arguments: list[str]) -> str:
         try:
             with contextlib.suppress(SystemExit):
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except Exception:  # a checker that crashes has failed, and its traceback is its output, as of a process
+        except Exception:  # a checker that crashes has failed; its traceback is output, as from a process
             output.write(traceback.format_exc())
     return output.getvalue()
 

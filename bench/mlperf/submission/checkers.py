@@ -1,7 +1,7 @@
 """MLPerf's checkers over a package: the verdict of each, read from its text.
 
-Their exit codes mean nothing (the package and the repository checker end with 0 whatever they find), and they write
-into the package (scaling.json, logs beside it). So they get a copy, and only their text counts.
+Their exit codes mean nothing (the package and the repository checker always end with 0), and they write into the
+package (scaling.json, logs beside it). So they run on a copy, and only their text counts.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ class Verdict:
     text: str = ""
     """All output of MLPerf's checker; empty for our own."""
     asked: bool = True
-    """Whether the rules ask for this check in the package's division."""
+    """Whether the rules require this check in the package's division."""
 
     @property
     def passed(self) -> bool:
-        """Nothing fatal was found."""
+        """Whether nothing fatal was found."""
         return not any(finding.fatal for finding in self.findings)
 
 
@@ -53,17 +53,17 @@ class Convergence:
     """A submission's convergence beside the reference's convergence points (RCP)."""
 
     mean_epochs: float
-    """Mean of the runs' epochs to converge, or samples where the rules count these, without the fastest and the
+    """Mean of the runs' epochs to converge, or of their samples if the rules count samples, without the fastest and the
     slowest."""
     scaling: float
-    """Factor on the score: reference mean / this mean where the submission converged faster and passed, else 1."""
+    """Factor on the score: reference mean / this mean if the submission converged faster and passed, else 1."""
 
 
 def check_package(package: Package, version: str | None = None, made_data: bool = False) -> list[Verdict]:
     """Runs all checkers over one system of a package; returns a verdict for each, in a fixed order.
 
-    version: of the ruleset; by default the newest that knows the benchmark. made_data: what the rules take of MLPerf's
-    own data alone (Ruleset.pinned_to_data) is noted and not fatal.
+    version: of the ruleset; by default the newest that knows the benchmark. made_data: whether values that the rules
+    fix for MLPerf's own data (Ruleset.pinned_to_data) are notes instead of errors.
     """
     logs, ruleset = package.logs(), package.ruleset(version)
     pinned = rules_of(package.benchmark).pinned_to_data if made_data else frozenset[str]()
@@ -95,7 +95,7 @@ def check_package(package: Package, version: str | None = None, made_data: bool 
 
 
 def convergence(package: Package, version: str | None = None) -> tuple[Verdict, Convergence | None]:
-    """Returns the RCP checker's verdict on a closed submission; None without figures, where it did not get so far."""
+    """Returns the RCP checker's verdict on a closed submission, and its figures; None if the checker printed none."""
     with TemporaryDirectory() as scratch:
         copy = _copy(package, Path(scratch))
         (text,) = run_checkers([_rcp_command(copy, package.ruleset(version))], Path(scratch))
@@ -125,8 +125,9 @@ def _command(checker: str, *arguments: str) -> Command:
 
 
 def _rcp_command(package: Package, ruleset: str) -> Command:
-    """Returns the RCP checker's command. Its default ruleset may not know the benchmark; its points are the pruned
-    ones, as the package checker's, since the default of its functions is no name that they know."""
+    """Returns the RCP checker's command. The ruleset is explicit because the default may not know the benchmark; the
+    points are pruned, as in the package checker, because the default of its functions is a name that they do not
+    know."""
     return _command("rcp_checker", "--rcp_version", ruleset, "--rcp_pass", "pruned_rcps", str(package.results))
 
 
@@ -194,7 +195,7 @@ def _short(line: str) -> str:
 
 
 def _sense(logs: Sequence[Path]) -> Verdict:
-    """Checks that each log can be true; one that cannot be read is left to `arrangement`."""
+    """Checks that each log can be true; unreadable logs are left to `arrangement`."""
     verdict = Verdict("sense of the logs")
     for log in logs:
         with contextlib.suppress(ValueError):
@@ -203,17 +204,18 @@ def _sense(logs: Sequence[Path]) -> Verdict:
 
 
 def _compliance(logs: Sequence[Path], texts: Sequence[str], pinned: Collection[str]) -> Verdict:
-    """Checks each log by itself: the package checker would let any one of them be malformed. pinned: keys whose values
-    may be refused."""
+    """Checks each log by itself: the package checker tolerates any one malformed log. pinned: keys whose values may be
+    refused."""
     verdict = Verdict("compliance", text="\n".join(texts))
     for log, text in zip(logs, texts, strict=True):
         success = any(level == "INFO" and message.startswith("SUCCESS") for level, message in messages(text))
         try:
             converged = read_run(log).status == "success"
         except ValueError:
-            converged = True  # a log that cannot be read is no run that missed its target
+            converged = True  # an unreadable log is not a run that missed its target
         if not converged:
-            # The checker passes an aborted run whose AUC had reached the target once. One may be; arrangement counts.
+            # The checker passes an aborted run whose AUC once reached the target. One such run is allowed;
+            # `arrangement` counts.
             verdict.findings.append(Finding(f"{log.name} did not converge: it counts as the slowest run", fatal=False))
             continue
         found = [f for f in _findings(text, lambda level: not success) if f.text != "FAILED"]  # noqa: B023
@@ -223,14 +225,14 @@ def _compliance(logs: Sequence[Path], texts: Sequence[str], pinned: Collection[s
         if of_data:
             found = [finding for finding in found if _refused_key(finding.text) not in pinned]
             found.append(
-                Finding(f"{', '.join(map(str, of_data))}: the rules take those of MLPerf's own data alone", False)
+                Finding(f"{', '.join(map(str, of_data))}: the rules accept only those of MLPerf's own data", False)
             )
         verdict.findings += [Finding(f"{log.name}: {finding.text}", finding.fatal) for finding in found]
     return verdict
 
 
 def _refused_key(finding: str) -> str | None:
-    """Returns the key whose value a finding of the compliance checker refuses; None of another finding."""
+    """Returns the key whose value a finding of the compliance checker refuses; None for another finding."""
     found = re.match(r"CHECK for '(\w+)' failed", finding)
     return found[1] if found else None
 
@@ -247,7 +249,7 @@ def _packaged(text: str, benchmark: str, logs: int, pinned: Collection[str]) -> 
     ]
     checked = text.count("Running compliance on file:")
     if f"Skipping benchmark: {benchmark}" in text or checked != logs:
-        verdict.findings.append(Finding(f"the checker looked at {checked} of {logs} logs"))
+        verdict.findings.append(Finding(f"the checker read {checked} of {logs} logs"))
     if "PACKAGE CHECKER FOUND NO ERRORS, SUCCESS !" not in text and verdict.passed:
         verdict.findings.append(Finding("the checker did not end with SUCCESS", fatal=not pinned))
     return verdict
@@ -275,5 +277,5 @@ def _figures(text: str) -> Convergence | None:
 def _plain(checker: str, text: str, success: str) -> Verdict:
     verdict = Verdict(checker, _findings(text, lambda level: level != "WARNING"), text)
     if success not in text and verdict.passed:
-        verdict.findings.append(Finding("the checker did not say that all is well"))
+        verdict.findings.append(Finding("the checker did not report success"))
     return verdict

@@ -59,13 +59,13 @@ class Build:
         return 0
 
     def _do(self, console: Console, flags: Sequence[str]) -> list[Path]:
-        """Ten new runs; returns their folders."""
+        """Makes ten new runs; returns their folders."""
         from dlrm_bench.bench.mlperf.submission.ten_runs import run_ten
         from dlrm_bench.bench.started_runs import processes_of_run
 
         for flag in ("--seed", "--run-id", "--results-dir"):
             if take_flag(flags, flag)[0] is not None:
-                raise ValueError(f"{flag} is this command's to choose: use --first-seed and --records")
+                raise ValueError(f"{flag} is chosen by this command: use --first-seed and --records")
         folder = self.records or self.out.with_name(f"{self.out.name}-runs")
         folder.mkdir(parents=True, exist_ok=True)
         done = []
@@ -113,7 +113,7 @@ class Check:
         if self.log is not None:
             self.log.write_text("\n".join(texts), encoding="utf-8")
         but = " except for values that MLPerf's own data decides" if self.made_data else ""
-        console.print(f"accepted{but}" if accepted else "not accepted: mend the errors and check again")
+        console.print(f"accepted{but}" if accepted else "not accepted: fix the errors and check again")
         return 0 if accepted else EXIT_FAILED
 
 
@@ -121,7 +121,7 @@ class Check:
 class Score:
     """Computes the score of a submission: minutes, the mean of ten runs without the fastest and the slowest.
 
-    A closed submission that converged faster than the reference is scaled by MLPerf's rules. The exit status is 1 where
+    A closed submission that converged faster than the reference is scaled by MLPerf's rules. The exit status is 1 if
     there is no valid result.
     """
 

@@ -26,7 +26,7 @@ _COLUMNS = "NAME,SIZE,ROTA,TYPE,TRAN"
 
 
 def _json_of(*command: str) -> Any:
-    """Returns the JSON output of a command, in plain English."""
+    """Returns the JSON output of a command, in the C locale."""
     env = os.environ | {"LC_ALL": "C"}
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env).stdout
     return json.loads(output)
@@ -46,7 +46,7 @@ def _processors(lscpu: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rows of lscpu, which newer versions nest."""
+    """Returns all rows of lscpu, which newer versions nest."""
     return [row for outer in rows for row in (outer, *_rows(outer.get("children", [])))]
 
 
@@ -62,7 +62,7 @@ def _storage(lsblk: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _network_cards() -> str:
-    """InfiniBand devices with their rates, and Ethernet cards of hardware with their speeds."""
+    """Returns InfiniBand devices with their rates, and hardware Ethernet cards with their speeds."""
     rates = [rate.read_text().strip() for rate in sorted(Path("/sys/class/infiniband").glob("*/ports/1/rate"))]
     for card in sorted(Path("/sys/class/net").iterdir()):
         megabits = readable(lambda card=card: int((card / "speed").read_text()))  # type: ignore[misc]

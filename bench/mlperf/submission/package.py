@@ -1,4 +1,4 @@
-"""The tree of a submission, as MLCommons' submission rules lay it out, and what is wrong with one.
+"""The tree of a submission, as laid out by MLCommons' submission rules, and the defects of one.
 
 ORG/systems/SYSTEM.json
 ORG/results/SYSTEM/BENCHMARK/result_0.txt .. result_9.txt
@@ -23,7 +23,7 @@ RUNS = 10
 """Exact number of result logs of one benchmark on one system (training_rules.adoc)."""
 RESULT_NAMES = tuple(f"result_{run}.txt" for run in range(RUNS))
 BYPASSES = "package_checker_params"
-"""A file in which a submitter turns the seed or the RCP checker off."""
+"""File with which a submitter turns off the seed or the RCP checker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Package:
     """ORG."""
     system: str
     benchmark: str
-    """Its name in logs and folders."""
+    """Name of the benchmark in logs and folders."""
 
     def ruleset(self, version: str | None = None) -> str:
-        """Returns a ruleset of the benchmark, by default the newest that knows it; the checkers' own default may not,
-        and passes or crashes. ValueError names those that do."""
+        """Returns a ruleset of the benchmark, by default the newest that knows it: the checkers' own default may not
+        know it, and then passes or crashes. ValueError names the rulesets that do."""
         versions = rules_of(self.benchmark).versions
         if version is not None and version not in versions:
             raise ValueError(f"--ruleset {version} does not know {self.benchmark}: choose one of {', '.join(versions)}")
@@ -60,12 +60,12 @@ class Package:
         return self.folder / "benchmarks" / self.benchmark / "implementations"
 
     def logs(self) -> list[Path]:
-        """All files result_*.txt that are there, by number."""
+        """Returns all files result_*.txt, by number."""
         return sorted(self.results.glob("result_*.txt"), key=lambda path: (len(path.name), path.name))
 
 
 def open_packages(folder: Path, system: str | None = None) -> list[Package]:
-    """Returns the packages in `folder`, which is ORG or holds ORG alone, one for each system with results, or for
+    """Returns the packages in `folder`, which is ORG or holds only ORG: one for each system with results, or only for
     `system`, and for each benchmark of its results.
 
     ValueError, with the expected layout, if there is none.
@@ -74,7 +74,7 @@ def open_packages(folder: Path, system: str | None = None) -> list[Package]:
     if len(roots) != 1:
         found = f"{len(roots)} of them" if roots else "none"
         raise ValueError(
-            f"{folder} is no submission: it, or one folder in it, should hold results/SYSTEM/BENCHMARK; found {found}"
+            f"{folder} is not a submission: it, or one folder in it, must hold results/SYSTEM/BENCHMARK; found {found}"
         )
     (root,) = roots
     known = _known()
@@ -88,7 +88,7 @@ def open_packages(folder: Path, system: str | None = None) -> list[Package]:
 
 
 def rules_of(benchmark: str | None) -> Ruleset:
-    """Returns MLPerf's rules for a benchmark, by its name in logs; ValueError where it has none."""
+    """Returns MLPerf's rules for a benchmark, by its name in logs; ValueError if it has none."""
     for known in BENCHMARKS:
         if known.name == benchmark and known.ruleset is not None:
             return known.ruleset
@@ -118,7 +118,7 @@ class Finding:
     text: str
     """One line, which names the file and the fix."""
     fatal: bool = True
-    """Whether the package cannot be accepted with it."""
+    """Whether it prevents the acceptance of the package."""
 
 
 def arrangement(package: Package) -> Iterator[Finding]:
@@ -127,15 +127,15 @@ def arrangement(package: Package) -> Iterator[Finding]:
     missing, odd = sorted(set(RESULT_NAMES) - set(names)), sorted(set(names) - set(RESULT_NAMES))
     if len(names) != RUNS:
         which = "; ".join(f"{', '.join(n)} {word}" for n, word in ((missing, "missing"), (odd, "too many")) if n)
-        yield Finding(f"{package.results} has {len(names)} result logs, and a submission exactly {RUNS}: {which}")
+        yield Finding(f"{package.results} has {len(names)} result logs, but a submission exactly {RUNS}: {which}")
     elif odd:
         text = f"{package.results}: {', '.join(odd)}: the names by the rules are result_0.txt to result_9.txt"
         yield Finding(text, fatal=False)
     for folder in (package.folder, package.results.parent, package.results):
         if (folder / BYPASSES).exists():
-            yield Finding(f"{folder / BYPASSES} turns checkers off: its submitter has to justify that", fatal=False)
+            yield Finding(f"{folder / BYPASSES} turns checkers off: the submitter must justify that", fatal=False)
     if not any(path.is_file() for path in package.implementations.rglob("*")):
-        yield Finding(f"{package.implementations} holds no source code: the rules ask for it in both divisions")
+        yield Finding(f"{package.implementations} holds no source code: the rules require it in both divisions")
     runs = []
     for log in package.logs():
         try:
@@ -161,18 +161,18 @@ def _description_findings(package: Package, runs: Sequence[MLPerfRun]) -> Iterat
         if not malformed and description["division"] != run.division:
             # The checker would run neither seed nor RCP checks, or the wrong ones.
             yield Finding(
-                f"{path}: division is {description['division']!r}, in the logs {run.division!r}: edit the file"
+                f"{path}: division is {description['division']!r}, but {run.division!r} in the logs: edit the file"
             )
         expected = AVAILABILITY.get(run.availability or "")
         if not malformed and expected and description["status"] != expected:
             text = (
-                f"{path}: status is {description['status']!r}, and the logs' {run.availability} is {expected!r} there"
+                f"{path}: status is {description['status']!r}, but {run.availability} of the logs is {expected!r} there"
             )
             yield Finding(f"{text}: edit the file")
 
 
 def disagreements(runs: Sequence[MLPerfRun]) -> Iterator[Finding]:
-    """Yields differences that runs of one submission should not have, and missing ones that they should have."""
+    """Yields differences that runs of one submission must not have, and differences that they must have and lack."""
     for field in ("benchmark", "org", "division", "availability", "platform", "global_batch_size", "train_samples"):
         values = {getattr(run, field) for run in runs}
         if len(values) > 1:
@@ -188,8 +188,6 @@ def disagreements(runs: Sequence[MLPerfRun]) -> Iterator[Finding]:
     begun: dict[float, Path] = {}
     for run in runs:
         if run.start_ms is not None and (first := begun.setdefault(run.start_ms, run.path)) != run.path:
-            yield Finding(
-                f"{run.path} began in the same millisecond as {first.name}: submit ten runs, none of them twice"
-            )
+            yield Finding(f"{run.path} began in the same millisecond as {first.name}: submit ten distinct runs")
     if len(failed := [run.path.name for run in runs if run.status != "success"]) > 1:
-        yield Finding(f"{len(failed)} runs did not converge ({', '.join(failed)}): one may, and is the slowest then")
+        yield Finding(f"{len(failed)} runs did not converge ({', '.join(failed)}): one may, and counts as the slowest")

@@ -1,9 +1,9 @@
-"""The score of a submission, by MLPerf's rules: minutes, the fewer the better.
+"""The score of a submission, by MLPerf's rules: minutes, fewer are better.
 
-training_rules.adoc, "Benchmark Results": the fastest and the slowest of ten runs are dropped, and the mean of the eight
-others is the result; a run that did not converge counts as the slowest, and there may be one. "Reference Convergence
-Points": a closed submission that converged faster than the reference, but within the accepted range, is scaled to the
-reference's mean of epochs.
+training_rules.adoc, "Benchmark Results": the fastest and the slowest of ten runs are dropped, and the result is the
+mean of the other eight. One run may fail to converge, and counts as the slowest. "Reference Convergence Points": a
+closed submission that converged faster than the reference, but within the accepted range, is scaled to the reference's
+mean of epochs.
 """
 
 import json
@@ -28,29 +28,29 @@ class Score:
     package: Package
     runs: list[MLPerfRun]
     olympic_minutes: float | None
-    """Mean of the eight runs that count; None where there is no valid result."""
+    """Mean of the eight runs that count; None if there is no valid result."""
     scaling: float
     """Factor by the reference convergence points; 1 in the open division."""
     mean_epochs: float | None
-    """Mean of epochs, or samples, to converge, as the RCP checker has it; None in the open division."""
+    """Mean of epochs, or samples, to converge, from the RCP checker; None in the open division."""
     invalid: list[str]
     """Reasons why there is no valid result; empty if there is one."""
     notes: list[str]
 
     @property
     def minutes(self) -> float | None:
-        """The score; None where there is no valid result."""
+        """The score; None if there is no valid result."""
         return None if self.olympic_minutes is None else self.olympic_minutes * self.scaling
 
 
 def minutes_of(run: MLPerfRun) -> float:
-    """Time to train of a run; infinite where it did not converge."""
+    """Returns the time to train of a run; infinite if it did not converge."""
     minutes = run.time_to_train_minutes
     return math.inf if minutes is None else minutes
 
 
 def olympic_mean(minutes: Sequence[float]) -> float:
-    """Mean of all but the smallest and the largest of some minutes, of which at least three are needed."""
+    """Returns the mean of all minutes except the smallest and the largest; at least three are needed."""
     assert len(minutes) >= 3
     return math.fsum(sorted(minutes)[1:-1]) / (len(minutes) - 2)
 
@@ -92,7 +92,7 @@ def score_package(package: Package, version: str | None = None) -> Score:
 
 
 def _other_scaling(path: Path, scaling: float) -> list[str]:
-    """A note where the package's own scaling.json names another factor than the ruleset gives."""
+    """Returns a note on the package's own scaling.json, if any, and on the factor that the ruleset gives."""
     if not path.exists():
         return []
     try:
@@ -105,7 +105,7 @@ def _other_scaling(path: Path, scaling: float) -> list[str]:
 
 
 def score_table(score: Score) -> Table:
-    """A table with a row for each run, fastest first, and what becomes of it."""
+    """Returns a table with a row for each run, fastest first, and whether it counts."""
     title = f"{score.package.folder.name}, {score.package.system}: runs, fastest first"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("log", "seed", "minutes", "epochs", "AUC", "status", "counts"):

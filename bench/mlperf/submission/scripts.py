@@ -65,7 +65,7 @@ def write_scripts(package: Package, implementation: str, command: str, record: R
     pins = "gpu" if record is None or record["machine"]["gpus"] else "cpu"
     names = {"system": system, "implementation": implementation, "command": command, "pins": pins}
     benchmark = named(package.benchmark)
-    assert benchmark.ruleset is not None  # a package is of a benchmark of MLPerf's
+    assert benchmark.ruleset is not None  # a package is of one of MLPerf's benchmarks
     names |= {"title": benchmark.title, **benchmark.ruleset.submission_words._asdict()}
     configuration = {key: record[key] for key in ("config", "git", "pipeline")} if record else {}
     files = {

@@ -1,6 +1,7 @@
-"""The system description of a submission, systems/SYSTEM.json: its 33 fields, made once and then its submitter's.
+"""The system description of a submission, systems/SYSTEM.json: its 33 fields, made once and then edited by its
+submitter.
 
-The fields are those of mlperf_logging.system_desc_checker 4.1.68, all of them text but the software stack; MLCommons'
+The fields are those of mlperf_logging.system_desc_checker 4.1.68, all text except the software stack; MLCommons'
 submission rules name those that need a meaningful answer (submission_rules.adoc, "system_desc_id metadata").
 """
 
@@ -27,7 +28,7 @@ OPTIONAL = (
 """Fields that may stay empty."""
 
 COUNTS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
-"""Fields that mlperf_logging.result_summarizer multiplies, and crashes on where they are no whole numbers."""
+"""Fields that mlperf_logging.result_summarizer multiplies; it crashes unless they are whole numbers."""
 
 FIELDS = (
     "submitter",
@@ -86,7 +87,7 @@ def describe_system(
 ) -> dict[str, Any]:
     """Returns a system description; '' for a field that neither the record's machine nor the host has.
 
-    machine: that of the runs' records, if they have any. host: fields that describe_host() found on a node of it.
+    machine: that of the runs' records, if they have any. host: fields that describe_host() found on one of its nodes.
     """
     known: dict[str, Any] = {
         "submitter": org,
@@ -124,13 +125,13 @@ def _of_machine(machine: Machine, commit: str | None) -> dict[str, Any]:
         "other_software_stack": {name: version for name, version in stack.items() if version},
     }
     if not machine["gpus"]:
-        # Nothing more can be said of accelerators that are not there.
+        # There are no accelerators to describe further.
         known |= {field: "none" for field in FIELDS if field.startswith("accelerator_") and field not in OPTIONAL}
     return {field: value for field, value in known.items() if value}
 
 
 def write_description(path: Path, description: Mapping[str, Any]) -> bool:
-    """Writes a description unless the file is there: it may have been edited. Returns whether it was written."""
+    """Writes a description unless the file exists: it may have been edited. Returns whether it was written."""
     if path.exists():
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,19 +142,18 @@ def write_description(path: Path, description: Mapping[str, Any]) -> bool:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Returns the description in a file; ValueError, naming the file, if there is none in it."""
+    """Returns the description in a file; ValueError, naming the file, if it holds none."""
     try:
         description = read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): build the package, or write the file") from error
     if not isinstance(description, dict):
-        raise ValueError(f"{path} is no system description: it holds {type(description).__name__}, not an object")
+        raise ValueError(f"{path} is not a system description: it holds {type(description).__name__}, not an object")
     return description
 
 
 def missing_fields(description: Mapping[str, Any]) -> list[str]:
-    """Returns the fields that the rules want answered and the description leaves empty; one of cores and virtual CPUs
-    is enough."""
+    """Returns the fields that the rules require and the description leaves empty; cores or virtual CPUs are enough."""
     empty = [field for field in FIELDS if field not in OPTIONAL and not description.get(field)]
     if description.get("host_processor_vcpu_count") and "host_processor_core_count" in empty:
         empty.remove("host_processor_core_count")
@@ -161,7 +161,7 @@ def missing_fields(description: Mapping[str, Any]) -> list[str]:
 
 
 def malformed_fields(path: Path, description: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each field that is absent or of another type, upon which MLPerf's checkers fail or crash."""
+    """Yields a line for each field that is absent or of another type, which makes MLPerf's checkers fail or crash."""
     for field in FIELDS:
         if field not in description:
             yield f"{path}: the field {field} is missing: add it"
@@ -174,5 +174,5 @@ def malformed_fields(path: Path, description: Mapping[str, Any]) -> Iterator[str
 
 
 def system_id(name: str) -> str:
-    """A name that a system, or an organisation, can have as a folder: without spaces, not beginning with a dot."""
+    """Returns a valid folder name for a system or an organisation: without spaces, not beginning with a dot."""
     return re.sub(r"[^\w.+-]+", "_", name).lstrip(".") or "unnamed"

@@ -30,15 +30,15 @@ def run_ten(folder: Path, processes: int, first_seed: int, flags: Sequence[str])
             missed.append(record)
         if len(missed) > 1:
             names = " and ".join(path.name for path in missed)
-            raise FailedError(f"{names} in {folder} missed the target AUC: of ten runs of a submission one may")
+            raise FailedError(f"{names} in {folder} missed the target AUC: only one of a submission's ten may")
         yield record
 
 
 def _missed_target(record: Path) -> bool:
-    """Whether a run went to its end and missed its target; it has a record then, unlike one that failed."""
+    """Whether a run finished and missed its target; it then has a record, unlike a run that failed."""
     return (record / "run.json").exists() and read_run(record / FIRST_LOG).status != "success"
 
 
 def _refuse_leftover(record: Path) -> None:
     if record.exists():
-        raise ValueError(f"{record} is left from an interrupted run: remove it, and the command repeats that run")
+        raise ValueError(f"{record} is left from an interrupted run: remove it, so that the command repeats that run")

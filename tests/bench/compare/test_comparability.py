@@ -111,7 +111,7 @@ def test_a_side_of_several_programs_is_refused(
     ladder = tmp_path / "ladder"
     write(ladder / "one", RUNS[0])
     write(ladder / "two", RUNS[1], **changes)
-    said = f"{ladder}: runs of several programs, which differ in {fields}: name those of one"
+    said = f"{ladder}: runs of several programs, which differ in {fields}: name runs of one"
     assert read_side(ladder).warnings == [said]
     assert main(["compare", str(ladder / "two"), str(ladder)]) == 0
     assert f"warning: {said}" in capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_what_strict_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["compare", str(a), str(a)]) == 0
     assert main(["compare", "--strict", str(a), str(a)]) == 2
     said = capsys.readouterr().err
-    assert said.count("not known in 1 run(s)") == 1
+    assert said.count("fields that records of 1 run(s) lack") == 1
     for name in ("hash of the source files", "environment", "how the ranks", "UUIDs", "boot"):
         assert name in said
 
@@ -172,7 +172,7 @@ def test_committed_records() -> None:
     for path in sorted(RECORDS.glob("*/00-stock/run.json")):
         side = read_side(path.parent)
         changed = "the checkout had changes" in (path.parents[1] / "README.md").read_text(encoding="utf-8")
-        caveats = ["files of the checkout differed from its commit in 1 of 1 runs"] if changed else []
+        caveats = ["the checkout had uncommitted changes in 1 of 1 runs"] if changed else []
         assert [warning.partition(": ")[2] for warning in side.warnings] == caveats
         hosts = json.loads(path.read_text())["machine"].get("hosts")
         assert side.settings["host"] == ([hosts] if hosts else [])

@@ -51,7 +51,7 @@ def test_a_proven_difference(tmp_path: Path) -> None:
     finds, varies, *windows = result.notes
     assert all("not steady" in note for note in windows)
     assert re.fullmatch(
-        r"5 and 5 runs that differ like these find differences from \d+\.\d+% \(.* to .*, by so few runs\)", finds
+        r"5 and 5 runs that differ like these find differences from \d+\.\d+% \(.* to .*, with so few runs\)", finds
     )
     level = r"iterations \d+\.\d\d%, processes \d+\.\d\d%, machines unknown"
     assert re.fullmatch(rf"a run's median varies by level \(standard deviation\): A {level}; B {level}", varies)
@@ -70,8 +70,8 @@ def test_nothing_proven_is_a_tilde(tmp_path: Path) -> None:
 def test_one_run_a_side_proves_nothing(tmp_path: Path) -> None:
     result = sides(tmp_path, factor=2, runs=1)
     assert result.verdict == "no difference proven"
-    assert "Of these runs alone, B's were slower" in verdict_in_words(result)
-    assert any("it cannot be known how much runs" in note for note in result.notes)
+    assert "Among these runs alone, B's were slower" in verdict_in_words(result)
+    assert any("does not show how much runs" in note for note in result.notes)
     assert result.detectable is None
     assert result.runs_needed(0.02) is None
 
@@ -87,7 +87,7 @@ def test_sides_one_after_the_other_have_no_verdict(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     (accepted,) = compare_paths([a, b], Terms(accept_blocked_order=True))
     assert accepted.verdict == "slower"
-    assert any(note.startswith("--accept-blocked-order: a verdict in spite of") for note in accepted.notes)
+    assert any(note.startswith("--accept-blocked-order: a verdict despite") for note in accepted.notes)
 
 
 def test_a_reference_takes_out_what_changed_between_two_sittings(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_reference_takes_out_what_changed_between_two_sittings(tmp_path: Path)
     assert result.speedup.low < 1.2 < result.speedup.high
     assert result.speedup.high / result.speedup.low < 1.05
     assert any("difference of differences" in note for note in result.notes)
-    with pytest.raises(ValueError, match=r"--reference: .* must be runs of one commit and configuration, and differ"):
+    with pytest.raises(ValueError, match=r"--reference: .* must be runs of one commit and configuration, but differ"):
         compare_paths(paths, Terms(reference=(tmp_path / "ref_a", tmp_path / "b")))
     with pytest.raises(ValueError, match="--reference is for two sides"):
         compare_paths([*paths, tmp_path / "a"], Terms(reference=reference))
@@ -147,7 +147,7 @@ def test_balanced_pairs_of_the_same_program_under_drift_are_no_difference() -> N
         ({"telemetry": telemetry(clock=1700)}, "SM clock during the run"),
         ({"telemetry": telemetry(throttled=True)}, r"b: throttled \(power cap\) in 2 of 2 runs"),
         ({"pipeline": {"paused_after": [1, WARMUP]}}, "b: the pipeline paused within the timed iterations.* in 2 of 2"),
-        ({"git": {"commit": "0123abc", "dirty": True}}, "b: files of the checkout differed from its commit in 2 of 2"),
+        ({"git": {"commit": "0123abc", "dirty": True}}, "b: the checkout had uncommitted changes in 2 of 2"),
         ({"config": configured(local_batch_size=256)}, "global batch differs: 1024 in .*, 512 in"),
         ({"config": configured(precision="bf16")}, "precision differs"),
         ({"world_size": 4}, "number of ranks differs: 2 in .*, 4 in"),
@@ -185,11 +185,11 @@ def test_mlperf_logs_give_a_mean(tmp_path: Path) -> None:
         write(tmp_path / "a" / f"run{i}", RUNS[i], minute=i)
     result = compare_sides(logs, read_side(tmp_path / "a"))
     assert (result.metric, result.verdict) == ("mean", "no verdict")
-    assert result.confounded == [f"{LOGS} does not say when its runs ran, nor on which machine"]
+    assert result.confounded == [f"{LOGS} states neither when its runs ran nor on which machine"]
     (accepted,) = compare_paths([LOGS, tmp_path / "a"], Terms(accept_blocked_order=True))
     assert accepted.verdict == "slower"
     assert result_table(result).row_count == 2
-    assert any("an MLPerf log gives the mean" in note for note in result.notes)
+    assert any("an MLPerf log has the mean" in note for note in result.notes)
     assert any("global batch differs: 55296" in difference for difference in result.differences)
 
 
@@ -290,7 +290,7 @@ def test_many_comparisons_are_corrected_for(tmp_path: Path) -> None:
     assert one.verdict == "slower"
     assert 0.005 < one.p_value < 0.05 < many[0].p_value < 1
     assert [result.verdict for result in many] == ["no difference proven"] * 9 + ["slower"]
-    assert "10 comparisons were looked at" in verdict_in_words(many[0])
+    assert "10 comparisons were made" in verdict_in_words(many[0])
     assert next(iter(result_table(many[0]).columns[-1].cells)) == "~"
     assert one.detectable is not None
     assert many[0].detectable is not None
@@ -314,7 +314,7 @@ def test_two_ladders_are_compared_rung_by_rung(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "y" / "ladder.json").write_text(json.dumps(ladder))
     results = compare_paths([tmp_path / "x", tmp_path / "y"])
     assert [result.name for result in results] == ["a", "c"]
-    assert results[0].notes[-1] == "rungs that one of the ladders alone has are left out: b, b-new"
+    assert results[0].notes[-1] == "rungs that only one of the ladders has are left out: b, b-new"
     for rung in ladder["rungs"]:
         rung["name"] = rung["name"].removesuffix("-new") + "-new"
     (tmp_path / "y" / "ladder.json").write_text(json.dumps(ladder))
@@ -322,7 +322,7 @@ def test_two_ladders_are_compared_rung_by_rung(tmp_path: Path, monkeypatch: pyte
         compare_paths([tmp_path / "x", tmp_path / "y"])
     (rung,) = compare_paths([tmp_path / "x" / "b", tmp_path / "y" / "b-new"])
     assert rung.comparison.runs == (3, 3)
-    with pytest.raises(ValueError, match=r"x is a ladder, and only two ladders are compared with each other"):
+    with pytest.raises(ValueError, match=r"x is a ladder, which compares only with another ladder"):
         compare_paths([tmp_path / "x", tmp_path / "y" / "b-new"])
 
 

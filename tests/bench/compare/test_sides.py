@@ -18,7 +18,7 @@ def test_logs_that_are_damaged_or_unfinished_say_so(tmp_path: Path) -> None:
     (tmp_path / "result_1.txt").write_text(small_log().replace("success", "aborted"))
     side = read_side(tmp_path)
     assert len(side.series) == 2
-    assert [text.partition(": ")[2] for text in side.warnings] == ["1 malformed lines", "a run that is aborted"]
+    assert [text.partition(": ")[2] for text in side.warnings] == ["1 malformed lines", "the run's status is aborted"]
     (tmp_path / "cut.txt").write_text("".join(small_log().splitlines(keepends=True)[:6]))
     with pytest.raises(ValueError, match="no run with a run_stop"):
         read_side(tmp_path / "cut.txt")
@@ -40,7 +40,7 @@ def test_profiled_and_unfinished_runs_are_left_out_of_a_folder(tmp_path: Path) -
 def test_what_is_no_side(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="absent does not exist"):
         read_side(tmp_path / "absent")
-    with pytest.raises(ValueError, match="holds neither"):
+    with pytest.raises(ValueError, match="holds no run"):
         read_side(tmp_path)
     record = write(tmp_path / "x", RUNS[0])
     edit(record, latency_ms=None, warmup_iterations=260)
@@ -80,13 +80,13 @@ def test_an_interrupted_ladder_has_the_runs_that_ended(made: Path) -> None:
     rungs = rungs_of(made)
     assert rungs is not None
     assert list(rungs) == ["a", "b"]
-    with pytest.raises(ValueError, match=r"interrupted before a run of c had ended: go on with .* --resume"):
+    with pytest.raises(ValueError, match=r"interrupted before a run of c ended: resume it with .* --resume"):
         read_side(made / "c")
     with pytest.raises(ValueError, match=r"is a ladder, .* \(it has a, b, c\)"):
         read_side(made)
     for run in made.glob("*/run.json"):
         run.unlink()
-    with pytest.raises(ValueError, match="interrupted before a run had ended"):
+    with pytest.raises(ValueError, match="interrupted before its first run ended"):
         rungs_of(made)
 
 
@@ -103,7 +103,7 @@ def test_logs_of_another_benchmark_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"result_0\.txt is a log of bert, another benchmark"):
         read_side(log)
     log.write_text("".join(line for line in small_log().splitlines(keepends=True) if "submission" not in line))
-    assert any("does not say of which benchmark" in warning for warning in read_side(log).warnings)
+    assert any("does not name its benchmark" in warning for warning in read_side(log).warnings)
 
 
 def test_the_references_logs_of_dlrmv4_are_a_side(tmp_path: Path) -> None:

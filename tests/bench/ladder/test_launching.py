@@ -230,7 +230,7 @@ def test_what_a_rank_knows_comes_before_another_ones_traceback(tmp_path: Path) -
     first, *lines = _failed(LAUNCHER, ["--seed", "1"], "rank 0 ended with status 1", output).splitlines()
     assert first == "`dlrm.py --seed 1` failed: rank 0 ended with status 1:"
     assert lines[:2] == [known, "rank 2: error: x"]
-    assert lines[2:] == [*trace[-30:], f"(all of it: {output})"]
+    assert lines[2:] == [*trace[-30:], f"(full output: {output})"]
 
 
 def test_no_rank_outlives_a_ladder_that_is_killed(tmp_path: Path) -> None:

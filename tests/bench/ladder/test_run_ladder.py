@@ -99,8 +99,8 @@ def test_a_member_that_ends_within_its_warm_up_ends_the_ladder_at_once(
         make(tmp_path)
     assert len(ran) == 3
     assert str(caught.value).startswith(str(tmp_path / ran[2]))
-    kept = f"finished before, and kept in {tmp_path}: {ran[0]}, {ran[1]}"
-    assert caught.value.__notes__ == [f"{kept}; go on with dlrm-bench ladder --resume {tmp_path}"]
+    kept = f"finished runs, kept in {tmp_path}: {ran[0]}, {ran[1]}"
+    assert caught.value.__notes__ == [f"{kept}; resume with dlrm-bench ladder --resume {tmp_path}"]
 
 
 @pytest.mark.parametrize("ending", [FailedError("dead"), KeyboardInterrupt(), SystemExit(143)])
@@ -116,7 +116,7 @@ def test_what_ends_a_ladder_names_what_is_kept(
     with pytest.raises(type(ending)):
         make(tmp_path)
     (kept,) = tmp_path.glob("0*")
-    assert ending.__notes__[0].startswith(f"finished before, and kept in {tmp_path}: {kept.name}; go on with")
+    assert ending.__notes__[0].startswith(f"finished runs, kept in {tmp_path}: {kept.name}; resume with")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, spread: float, fails_at: int | None = None) -> list[str]:
@@ -220,7 +220,7 @@ def test_a_ladder_is_not_resumed_elsewhere(
     begun: Any = {**plan(), field: value}
     with pytest.raises(FailedError):
         list(run_ladder(begun, tmp_path))
-    with pytest.raises(ValueError, match="was begun "):
+    with pytest.raises(ValueError, match="was started "):
         plan_to_resume(tmp_path)
     with pytest.raises(ValueError, match=r"plan\.json cannot be read"):
         plan_to_resume(tmp_path / "absent")

@@ -99,7 +99,7 @@ def test_measured_rates_are_those_of_large_work(tmp_path: Path) -> None:
     assert bound is not None
     assert (bound.rates.flop["bf16"], bound.rates.pcie, bound.rates.memory) == (5e14, 5e10, 4.3e12)
     assert bound.rates.flop["tf32"] == 494.7e12
-    with pytest.raises(ValueError, match="and l is of NVIDIA B200"):
+    with pytest.raises(ValueError, match="but l is of NVIDIA B200"):
         bound_of(run, {**limits, "machine": {"gpu": "NVIDIA B200"}})
 
 

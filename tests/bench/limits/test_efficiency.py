@@ -38,7 +38,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert found["joules_per_sample"] == pytest.approx(3.456 / 55296)
     assert (
         efficiency_in_words(run)
-        == "2,764,800 samples/s a GPU; MFU 26.9% of 989 TFLOP/s (bf16); 0.0625 mJ a sample, GPUs alone"
+        == "2,764,800 samples/s per GPU; MFU 26.9% of 989 TFLOP/s (bf16); 0.0625 mJ per sample, GPUs only"
     )
 
 
@@ -89,7 +89,7 @@ def test_runs_of_which_some_know_less(tmp_path: Path) -> None:
     alone = efficiency_of_runs([without])
     assert alone is not None
     assert (alone["mfu"], alone["joules_per_sample"]) == (None, None)
-    assert efficiency_in_words(without) == "2,764,800 samples/s a GPU"
+    assert efficiency_in_words(without) == "2,764,800 samples/s per GPU"
 
 
 def test_neither_profiled_runs_nor_cpus_have_one(tmp_path: Path) -> None:

@@ -100,10 +100,10 @@ def test_a_record_of_other_work_is_refused(tmp_path: Path) -> None:
 def test_a_floor_of_cpus_is_none_for_gpus(tmp_path: Path) -> None:
     record = read_record(write(tmp_path / "x", recorded_runs()[0])).run
     on_cpus: Any = {**H200, "gpu": None, "gpus": 0}
-    with pytest.raises(ValueError, match="x ran on NVIDIA H200, and limits is of CPUs: measure limits on"):
+    with pytest.raises(ValueError, match="x ran on NVIDIA H200, but limits is of CPUs: measure limits on"):
         check_same_work(some_limits(machine=on_cpus), record)
     other = read_record(write(tmp_path / "y", recorded_runs()[0], machine=on_cpus)).run
-    with pytest.raises(ValueError, match="y ran on CPUs, and limits is of NVIDIA H200"):
+    with pytest.raises(ValueError, match="y ran on CPUs, but limits is of NVIDIA H200"):
         check_same_work(some_limits(), other)
 
 

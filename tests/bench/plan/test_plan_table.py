@@ -153,7 +153,7 @@ def test_rows_made_when_named_take_what_they_were_given(capsys: pytest.CaptureFi
     config = replace(preset("mlperf-dlrmv4"), pipeline=StaticOptions(dynamic_rows=60_000_000))
     print_plan(config, Topology.of(2, 8))
     text = " ".join(capsys.readouterr().out.split())
-    assert "60,000,000 of each rank's at most, 40.9% of all 293,051,712; 125.6 GB a rank" in text
+    assert "at most 60,000,000 per rank, 40.9% of all 293,051,712; 125.6 GB per rank" in text
     assert "8.4 of 133.9 GB are left" in text
     more = replace(config, pipeline=StaticOptions(dynamic_rows=70_000_000))
     with pytest.raises(ValueError, match=r"--dynamic-rows 70000000: rows, state and map take 148\.0 GB of the 133\.9"):
@@ -169,7 +169,7 @@ def test_pooled_tables_whose_rows_are_made_stay_whole(capsys: pytest.CaptureFixt
     assert {int(table) for table in re.findall(r"cat_(\d+)", text)} == set(range(26))
     assert not re.search(r"^ +all +cat", text, re.MULTILINE), "none is replicated"
     words = " ".join(text.split())
-    assert "40,000,000 of each rank's at most, 39.2% of all 204,184,588; 4" in words
+    assert "at most 40,000,000 per rank, 39.2% of all 204,184,588; 4" in words
     more = changed(few, dynamic_rows=150_000_000)
     with pytest.raises(ValueError, match=r"--dynamic-rows 150000000: rows, state and map take 1\d\d\.\d GB of the"):
         print_plan(more, Topology.one_node(2))

@@ -179,7 +179,7 @@ def test_an_interrupted_write_leaves_no_record(tmp_path: Path, monkeypatch: pyte
     ms = latencies()
     with pytest.raises(OSError, match="power cut"):
         write_record(tmp_path, record_of(ms, [0.5] * 80), ms, [0.5] * 80)
-    with pytest.raises(ValueError, match="no record of a finished run"):
+    with pytest.raises(ValueError, match="not the record of a finished run"):
         read_record(tmp_path)
 
 
@@ -290,7 +290,7 @@ def test_run_folders_are_new(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{folder} exists .*--run-id, --results-dir or --out"):
         create_run_folder(tmp_path / "deep" / "results", "id")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot be made \(Not a directory\).*--results-dir"):
+    with pytest.raises(ValueError, match=r"cannot be created \(Not a directory\).*--results-dir"):
         create_run_folder(tmp_path / "file", "id")
 
 

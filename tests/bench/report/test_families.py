@@ -62,7 +62,7 @@ def test_order(tmp_path: Path) -> None:
     assert [family.name for family in shown] == [
         "four-full", "four-new", "four-full-old", "two-new", "two-old", "cpu", NO_LADDER,
     ]  # fmt: skip
-    assert shown[0].title() == "4 x H200, launch-bound, 512 samples a rank: 2 rungs, 1 round"
+    assert shown[0].title() == "4 x H200, launch-bound, 512 samples per rank: 2 rungs, 1 round"
 
 
 def test_the_newest_ladder_opens_where_none_proves_a_gain(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_users_own_runs_come_before_others(tmp_path: Path) -> None:
     assert list(shown[-1].timed) == ["my"]  # one configuration: the user's own run gives the name
     assert families(sources, [others, mine])[0].name == "big"
     assert families(sources, [mine, others], first=others / "big")[0].name == "big"
-    with pytest.raises(ValueError, match=r"--first .*absent is no ladder of the report"):
+    with pytest.raises(ValueError, match=r"--first .*absent is not a ladder of the report"):
         families(sources, [mine, others], first=tmp_path / "absent")
 
 

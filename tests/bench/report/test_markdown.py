@@ -47,7 +47,7 @@ def test_check_names_the_file_and_writes_nothing(tmp_path: Path, capsys: pytest.
     path = page(tmp_path, "latencies", "what | path", "one | one", body="| typed by hand |\n")
     before = path.read_text()
     assert main(["tables", str(tmp_path), "--check"]) == 1
-    assert f"{path}: is not what its records say" in capsys.readouterr().out
+    assert f"{path}: differs from its records" in capsys.readouterr().out
     assert path.read_text() == before
     assert main(["tables", str(tmp_path)]) == 0
     assert "| one | 1 |" in path.read_text()

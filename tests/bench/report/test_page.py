@@ -136,7 +136,7 @@ def test_the_page_opens_with_the_ladder_that_is_named(results: Path, tmp_path: P
         console = Console(file=io.StringIO())
         text = page_module.write_report([results], tmp_path / name, console, results / name).page.read_text()
         assert text.index(f"{name}: median latency of an iteration on each rung") < text.index('id="headline"')
-    with pytest.raises(ValueError, match=r"--first .*timed-1 is no ladder"):
+    with pytest.raises(ValueError, match=r"--first .*timed-1 is not a ladder"):
         page_module.write_report([results], tmp_path / "out", console, results / "timed-1")
 
 
@@ -153,7 +153,7 @@ def test_unfinished_runs_and_copies_are_named(results: Path, tmp_path: Path) -> 
     (tmp_path / "out" / "mine.txt").touch()
     console = Console(file=io.StringIO())
     written = page_module.write_report([results], tmp_path / "out", console)
-    unfinished = f"{results / 'unfinished'} is an unfinished run, and left out"
+    unfinished = f"{results / 'unfinished'} is an unfinished run and is left out"
     copy = f"{results / 'timed-1'} holds the same run as {results / 'copy'}, and counts once"
     assert written.notes == [unfinished, copy, f"left alone in {tmp_path / 'out'}, not a report's: mine.txt"]
     text = written.page.read_text()

@@ -42,7 +42,7 @@ def test_everything_is_found(results: Path) -> None:
         "stock": "host-stock",
         "fast": "host-fast",
     }
-    assert sources.notes() == [f"{results / 'unfinished'} is an unfinished run, and left out"]
+    assert sources.notes() == [f"{results / 'unfinished'} is an unfinished run and is left out"]
 
 
 def test_each_record_is_read_once(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

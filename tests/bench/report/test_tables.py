@@ -60,7 +60,7 @@ def test_a_sustained_table_has_the_clock_and_the_gpus_and_no_short_run(tmp_path:
     assert row[3] == KINDS["times"](tmp_path, lines)[1][3]
     assert row[4:] == ["500", "1980", "2"]
     write(tmp_path / "short", times[:190], minute=9)
-    with pytest.raises(ValueError, match=r"short has a run of 9\.\d s, and 10 are needed: run it with --min-time"):
+    with pytest.raises(ValueError, match=r"short has a run of 9\.\d s, but 10 are needed: run it with --min-time"):
         KINDS["sustained"](tmp_path, [lines[0], "x | . | a | short"])
 
 

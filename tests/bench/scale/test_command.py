@@ -42,9 +42,9 @@ def test_a_network_has_a_name_and_figures_of_its_own():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([STATIC, "--nodes", "0"], "--nodes and --gpus-per-node: whole numbers from 1 on"),
+        ([STATIC, "--nodes", "0"], "--nodes and --gpus-per-node must be whole numbers above 0"),
         ([STATIC, "--network-gb-s", "0"], "--network-gb-s must be above 0"),
-        ([STATIC, "--nodes", "1", "--gpus-per-node", "2", "--global-batch-size", "5"], "does not go in 2 equal parts"),
+        ([STATIC, "--nodes", "1", "--gpus-per-node", "2", "--global-batch-size", "5"], "does not split into 2 parts"),
         ([], "name at least one record"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_record_is_taken_by_its_own_plan():
 def test_a_record_without_pooled_tables_is_refused():
     run = record(f"{P2P}/512-four-gpus").run
     pipeline = {name: value for name, value in run["pipeline"].items() if name != "plan"}
-    with pytest.raises(ValueError, match="whose times scale has no model of"):
+    with pytest.raises(ValueError, match="which scale does not model"):
         plan_in({**run, "pipeline": pipeline})
 
 

@@ -52,10 +52,10 @@ def test_one_run_detects_nothing() -> None:
 
 def test_what_so_many_runs_find_in_words() -> None:
     small = (0.0186, 0.031, 0.0891)
-    assert finds(small) == "find differences from 3.10% (1.86% to 8.91%, by so few runs)"
+    assert finds(small) == "find differences from 3.10% (1.86% to 8.91%, with so few runs)"
     assert finds_from(small) == "3.10% (1.86% .. 8.91%)"
     large = (0.7, 1.5124, 1e10)  # beside a proven 20.8 x
-    assert finds(large) == "find factors from 2.51 (70.00% to over 100 x, by so few runs)"
+    assert finds(large) == "find factors from 2.51 (70.00% to over 100 x, with so few runs)"
     assert finds_from(large) == "2.51 x (70.00% .. over 100 x)"
     assert finds((1e3, 1e10, math.inf)) == "find no factor below 100"
 

@@ -109,7 +109,7 @@ def test_what_is_there_is_kept(tmp_path: Path, records: Path) -> None:
     assert not again.described
     assert all(path.read_text() == '{"cooling": "water"}' for path in edited)
     write_log(package.results / "result_0.txt", seed=77)
-    with pytest.raises(ValueError, match=r"has logs of other runs, and results are never replaced"):
+    with pytest.raises(ValueError, match=r"has logs of other runs, which are never replaced"):
         build(tmp_path / "out", given, "fast")
 
 
@@ -117,7 +117,7 @@ def test_runs_that_do_not_belong_together(tmp_path: Path, records: Path) -> None
     edit_record(records / "run-3", {"config": {"local_batch_size": 999, "seed": 5}, "git": {"commit": "other"}})
     write_log(records / "run-4" / "result_0.txt", seed=3, start_ms=BEGIN_MS + 40_000)
     given = read_given([records])
-    with pytest.raises(ValueError, match="these runs are no submission") as error:
+    with pytest.raises(ValueError, match="these runs do not make a submission") as error:
         build(tmp_path / "out", given, "fast")
     assert "has the seed 3 of" in str(error.value)
     assert "the runs differ in config local_batch_size" in str(error.value)
@@ -130,5 +130,5 @@ def test_ten_runs_are_needed(tmp_path: Path, logs: Path) -> None:
     with pytest.raises(ValueError, match=r"--runs names 9 runs .*: a submission has exactly 10"):
         read_given(sorted(logs.iterdir())[:9])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty is no result log, no record, and no folder of them"):
+    with pytest.raises(ValueError, match="empty is not a result log, a record or a folder of them"):
         read_given([tmp_path / "empty"])

@@ -46,7 +46,7 @@ def test_published_runs_pass_where_they_do_and_fail_where_the_rules_changed(tmp_
     verdicts = check_package(package)
     found = errors(verdicts)
     assert sorted(found) == ["arrangement", "package", "system description"]
-    assert "status is 'onprem', and the logs' onprem is 'Available on-premise' there" in found["arrangement"][0]
+    assert "status is 'onprem', but onprem of the logs is 'Available on-premise' there" in found["arrangement"][0]
     assert found["arrangement"][1].startswith("no seed in result_0.txt, result_1.txt, ")
     assert any(text.startswith("Seed checker failed") for text in found["package"])
     assert "System description checker failed for x : " in found["system description"][0]
@@ -66,7 +66,7 @@ def test_every_trap_at_once(tmp_path: Path) -> None:
     assert [
         text
         for text in found["arrangement"]
-        if "has 9 result logs, and a submission exactly 10: result_9.txt missing" in text
+        if "has 9 result logs, but a submission exactly 10: result_9.txt missing" in text
     ]
     assert [text for text in found["arrangement"] if "result_6.txt has the seed 6 of result_5.txt" in text]
     assert [
@@ -109,8 +109,8 @@ CHECKED = "INFO - Running compliance on file: x\n"
     ("text", "expected"),
     [
         (CHECKED * 10 + SUCCESS, []),
-        ("WARNING -  Skipping benchmark: dlrm_dcnv2\n" + SUCCESS, ["the checker looked at 0 of 10 logs"]),
-        (CHECKED * 9 + SUCCESS, ["the checker looked at 9 of 10 logs"]),
+        ("WARNING -  Skipping benchmark: dlrm_dcnv2\n" + SUCCESS, ["the checker read 0 of 10 logs"]),
+        (CHECKED * 9 + SUCCESS, ["the checker read 9 of 10 logs"]),
         (CHECKED * 10, ["the checker did not end with SUCCESS"]),
         (CHECKED * 10 + "ERROR - bad\n" + SUCCESS, ["bad"]),
     ],

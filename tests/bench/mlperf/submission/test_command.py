@@ -16,7 +16,7 @@ def test_a_package_that_is_not_accepted_has_status_1(tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert "error: arrangement: " in out
     assert "error: system description: System description checker failed" in out
-    assert "not accepted: mend the errors and check again" in out
+    assert "not accepted: fix the errors and check again" in out
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ def test_a_package_that_is_not_accepted_has_status_1(tmp_path: Path, capsys: pyt
     [
         (["build", "out"], "name ten runs with --runs, or give the flags of new ones from --preset on"),
         (["build", "out", "--runs", "x", "--preset", "smoke"], "one of the two"),
-        (["build", "out", "--preset", "smoke", "--seed", "3"], "--seed is this command's to choose: use --first-seed"),
-        (["build", "out", "--preset", "smoke", "--results_dir=x"], "--results-dir is this command's to choose"),
-        (["build", "out", "--runs", "nowhere"], "nowhere is no result log, no record"),
-        (["check", "nowhere"], "nowhere is no submission"),
-        (["score", "nowhere"], "nowhere is no submission"),
+        (["build", "out", "--preset", "smoke", "--seed", "3"], "--seed is chosen by this command: use --first-seed"),
+        (["build", "out", "--preset", "smoke", "--results_dir=x"], "--results-dir is chosen by this command"),
+        (["build", "out", "--runs", "nowhere"], "nowhere is not a result log, a record"),
+        (["check", "nowhere"], "nowhere is not a submission"),
+        (["score", "nowhere"], "nowhere is not a submission"),
     ],
 )
 def test_bad_input_has_status_2(

@@ -28,7 +28,7 @@ def test_a_package_is_found_by_its_folder_or_the_one_above(tmp_path: Path) -> No
 
 
 def test_what_is_no_package(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no submission: .* found none"):
+    with pytest.raises(ValueError, match=r"is not a submission: .* found none"):
         open_packages(tmp_path / "nowhere")
     (tmp_path / "Org" / "results" / "sys").mkdir(parents=True)
     with pytest.raises(ValueError, match="has no system with a folder dlrm_dcnv2"):
@@ -54,7 +54,7 @@ def test_logs_are_result_0_to_result_9(tmp_path: Path) -> None:
     )
     write_log(package.results / "result_11.txt", seed=11, start_ms=1)
     assert fatal(package) == [
-        "results/fast/dlrm_dcnv2 has 11 result logs, and a submission exactly 10: result_3.txt missing; result_10.txt, "
+        "results/fast/dlrm_dcnv2 has 11 result logs, but a submission exactly 10: result_3.txt missing; result_10.txt, "
         "result_11.txt too many"
     ]
 
@@ -77,8 +77,8 @@ def test_runs_of_one_configuration(tmp_path: Path) -> None:
         "the runs differ in global_batch_size (55296, 65536): submit runs of one configuration",
         f"{results}/result_3.txt has the seed 3 of result_2.txt: each run needs its own",
         f"{results}/result_6.txt has the seed 5 of result_5.txt: each run needs its own",
-        f"{results}/result_6.txt began in the same millisecond as result_5.txt: submit ten runs, none of them twice",
-        "2 runs did not converge (result_2.txt, result_4.txt): one may, and is the slowest then",
+        f"{results}/result_6.txt began in the same millisecond as result_5.txt: submit ten distinct runs",
+        "2 runs did not converge (result_2.txt, result_4.txt): one may, and counts as the slowest",
     ]
 
 
@@ -87,8 +87,8 @@ def test_the_description_is_that_of_the_logs(tmp_path: Path) -> None:
     file = "systems/fast.json"
     package.description.write_text(json.dumps(description(division="open", status="Preview", cooling="")))
     assert fatal(package) == [
-        f"{file}: division is 'open', in the logs 'closed': edit the file",
-        f"{file}: status is 'Preview', and the logs' onprem is 'Available on-premise' there: edit the file",
+        f"{file}: division is 'open', but 'closed' in the logs: edit the file",
+        f"{file}: status is 'Preview', but onprem of the logs is 'Available on-premise' there: edit the file",
     ]
     assert notes(package) == [f"{file}: still to be filled in: cooling"]
     package.description.unlink()
@@ -102,6 +102,6 @@ def test_source_code_and_bypasses(tmp_path: Path) -> None:
     (package.implementations / "dlrm-bench" / "run.py").unlink()
     (package.results / BYPASSES).write_text("rcp-bypass")
     assert fatal(package) == [
-        "benchmarks/dlrm_dcnv2/implementations holds no source code: the rules ask for it in both divisions"
+        "benchmarks/dlrm_dcnv2/implementations holds no source code: the rules require it in both divisions"
     ]
     assert "turns checkers off" in notes(package)[0]

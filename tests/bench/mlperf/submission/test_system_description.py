@@ -90,7 +90,7 @@ def test_what_checkers_crash_on_is_named() -> None:
 @pytest.mark.parametrize("text", ["[]", "{", '"x"'])
 def test_what_is_no_description(tmp_path: Path, text: str) -> None:
     (tmp_path / "s.json").write_text(text)
-    with pytest.raises(ValueError, match=r"s\.json is (no system description|corrupt)"):
+    with pytest.raises(ValueError, match=r"s\.json is (not a system description|corrupt)"):
         read_description(tmp_path / "s.json")
 
 
