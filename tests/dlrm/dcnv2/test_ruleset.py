@@ -58,7 +58,7 @@ def test_free_hyperparameters_are_free() -> None:
         ({"evaluations_per_epoch": 40}, Samples(), "--evaluations-per-epoch is 40, MLPerf's 20"),
         ({"optimizer": OptimizerConfig(eps=1e-7)}, Samples(), "the optimizer is not MLPerf's"),
         ({"optimizer": OptimizerConfig(embedding="sgd")}, Samples(), "the optimizer is not MLPerf's"),
-        ({"pipeline": StaticOptions(dynamic_rows=99, evict_rows=True)}, Samples(), "--evict-rows: rows that lost"),
+        ({"pipeline": StaticOptions(dynamic_rows=99, evict_rows=True)}, Samples(), "--evict-rows: evicted rows"),
     ],
 )
 def test_what_else_is_open(changes: dict[str, Any], samples: Samples, obstacle: str) -> None:

@@ -260,7 +260,7 @@ def test_a_run_by_the_rules_is_closed() -> None:
             {"pipeline": StaticOptions(dynamic_rows=9, evict_rows=True)},
             Samples(),
             BATCH,
-            "--evict-rows: rows that lost",
+            "--evict-rows: evicted rows",
         ),
     ],
 )
