@@ -12,12 +12,13 @@ from dlrm_bench.dlrm.data.in_place import empty_like, fill_on
 
 
 class FieldBatch(Pipelineable):
-    """The base of dataclasses each field of which is a Tensor or a KeyedJaggedTensor."""
+    """Base of dataclasses whose fields are all Tensors or KeyedJaggedTensors."""
 
     def to(
         self, device: torch.device, non_blocking: bool = False, data_copy_stream: torch.cuda.Stream | None = None
     ) -> Self:
-        """Returns a copy on `device`; with a stream, in memory of the current stream, copied on that stream."""
+        """Returns a copy on `device`; with `data_copy_stream`, in the current stream's memory but copied on that
+        one."""
         if data_copy_stream is None:
             return type(self)(*(part.to(device=device, non_blocking=non_blocking) for part in self.parts()))
         targets = [empty_like(part, device) for part in self.parts()]
@@ -25,17 +26,17 @@ class FieldBatch(Pipelineable):
         return type(self)(*targets)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """See Tensor.record_stream, for all parts."""
+        """Applies Tensor.record_stream to all parts."""
         for part in self.parts():
             part.record_stream(stream)
 
     def pin_memory(self) -> Self:
-        """A copy in page-locked memory."""
+        """Returns a copy in page-locked memory."""
         return type(self)(*(part.pin_memory() for part in self.parts()))
 
     def untouched(self) -> Self:
-        """Returns the batch over the same memory with KJTs that have computed nothing of themselves yet, as those of a
-        batch that has just been read."""
+        """Returns the batch over the same memory with KJTs without cached values, as in a batch that has just been
+        read."""
         parts = (plain(part) if isinstance(part, KeyedJaggedTensor) else part for part in self.parts())
         return type(self)(*parts)
 
@@ -45,5 +46,11 @@ class FieldBatch(Pipelineable):
 
 
 def plain(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns the KJT with its values and lengths alone."""
-    return KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths(), stride=features.stride())
+    """Returns the KJT with its values, weights and lengths alone."""
+    return KeyedJaggedTensor(
+        features.keys(),
+        features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths(),
+        stride=features.stride(),
+    )

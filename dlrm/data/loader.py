@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _End:
-    """Comes after the last item; `error` is what stopped the reader, if anything did."""
+    """Marks the end of the results; `error` is the exception that stopped the reader, if any."""
 
     __slots__ = ("error",)
 
@@ -25,8 +25,8 @@ class _Lane(Generic[T]):
     """The queues between one reader thread and the consumer: the reader takes a ticket for each result, and the
     consumer returns it.
 
-    Two C queues rather than one bounded Queue, whose Python locks would cost the launching thread several microseconds
-    a batch.
+    Uses two C queues, because the Python locks of one bounded Queue would cost the launching thread several
+    microseconds per batch.
     """
 
     __slots__ = ("ready", "tickets")
@@ -39,16 +39,16 @@ class _Lane(Generic[T]):
 
 
 class Prefetcher(Iterator[T], Generic[T]):
-    """Iterates over `transform(batch) for batch in batches`, up to `depth` results ahead, on its own threads.
+    """Iterates over `transform(batch) for batch in batches`, up to `depth` results ahead, on separate threads.
 
-    A Sequence is read by several threads, in turn; an iterator by one. Order is kept. An exception of `batches` or
-    `transform` arrives in its turn, after the results before it, as the same object with the reader's traceback. Close
-    it, or use it as a context manager; closing waits for the batches being read, drops the ready ones, and ends the
-    iteration. An open one is closed when collected, or at exit.
+    Several threads read a Sequence, in turn; one thread reads an iterator. Order is kept. An exception of `batches` or
+    `transform` is raised after the results that precede it, as the same object with the reader's traceback. Close it,
+    or use it as a context manager; closing waits for batches being read, drops the ready ones, and ends the iteration.
+    An open one is closed when garbage-collected, or at exit.
     """
 
     def __init__(self, batches: Iterable[S], transform: Callable[[S], T], depth: int, threads: int = 1) -> None:
-        """threads: their largest number, not more than `depth`; `transform` runs on all of them."""
+        """threads: their maximum number, not more than `depth`; `transform` runs on all of them."""
         assert depth > 0
         assert threads > 0
         count = min(threads, depth) if isinstance(batches, Sequence) else 1
@@ -58,7 +58,7 @@ class Prefetcher(Iterator[T], Generic[T]):
         for i, lane in enumerate(lanes):
             share = batches[i::count] if isinstance(batches, Sequence) else batches
             # The thread holds no reference to self. Daemon, because Python joins other threads before it runs the
-            # finalizer at exit, and would wait for ever; the finalizer then stops it while the interpreter still lives.
+            # finalizer at exit, and would wait forever; the finalizer then stops it while the interpreter still lives.
             arguments = (share, transform, lane, stop)
             readers.append(threading.Thread(target=_read, args=arguments, name="batch-reader", daemon=True))
         self._finalizer = weakref.finalize(self, _shut_down, readers, lanes, stop)
@@ -70,14 +70,14 @@ class Prefetcher(Iterator[T], Generic[T]):
         lane = next(self._turns)
         item = lane.ready.get()
         if item.__class__ is _End:
-            self._turns = repeat(lane)  # Whose end is that of all: the others' next results would come after it.
+            self._turns = repeat(lane)  # Its end is the end of all lanes: the next results of others would follow it.
             lane.ready.put(item)  # For the next call.
             raise StopIteration if item.error is None else item.error
         lane.tickets.put(None)
         return item  # type: ignore[return-value]  # mypy does not narrow on __class__, which beats isinstance here
 
     def close(self) -> None:
-        """Stop the reader and wait for its thread; iteration is over. Closing twice does nothing."""
+        """Stops the readers, waits for their threads and ends the iteration. Closing twice does nothing."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -114,9 +114,9 @@ def _in_order(batches: Sequence[S]) -> Iterator[S]:
 def _shut_down(readers: Sequence[threading.Thread], lanes: Sequence[_Lane[T]], stop: threading.Event) -> None:
     stop.set()
     for lane in lanes:
-        lane.tickets.put(None)  # Wakes a reader that waits for room.
+        lane.tickets.put(None)  # Wakes a reader that waits for a ticket.
     for reader, lane in zip(readers, lanes, strict=True):
-        if reader is not threading.current_thread():  # The collector may run this on a reader itself.
+        if reader is not threading.current_thread():  # The garbage collector may run this on a reader itself.
             reader.join()
         while not lane.ready.empty():
             lane.ready.get()

@@ -14,6 +14,9 @@ class GuardedAdam(torch.optim.Adam):
     (zeros) exists before the first step, so that checkpoints can be loaded into it.
     """
 
+    runs_in_graphs = True
+    """The step only launches kernels, on memory that stays."""
+
     def __init__(
         self, parameters: Iterable[nn.Parameter], skip: Tensor, lr: float, betas: tuple[float, float], eps: float
     ) -> None:

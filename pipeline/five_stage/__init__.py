@@ -17,7 +17,7 @@ __all__ = ["FiveStageOptions", "FiveStagePipeline", "TrimmedEBCSharder", "Trimme
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name (PEP 562), and imports them all."""
+    """Returns a public name (PEP 562), after importing all of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .options import FiveStageOptions

@@ -1,58 +1,66 @@
 """Agreement on the end of batches: an exchange of one number between all ranks, in parallel with the previous
 iteration.
 
-A rank that has run out of batches starts no more collectives, and the other ranks' collectives would wait for it
-without end, on GPUs out of the host's sight. Ranks tell each other on the host, through gloo, while the previous
-iteration runs: no stream and no device takes part.
+A rank that has run out of batches starts no more collectives, so the other ranks' collectives would wait for it
+forever, on GPUs invisibly to the host. Ranks inform each other on the host, through gloo, while the previous iteration
+runs: no stream and no device takes part.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from .groups import group_timeout
+from .groups import group_timeout, lend_group
 
 UnevenEnd = Literal["error", "stop", "ignore"]
 
 _NOTHING, _NO_FORM, _FIRST_FORM = 0, 1, 2
-"""Announced: no batch, one without a form, one of a form; the next numbers are other forms."""
+"""Announced values: no batch, a batch without a form, a batch of the first form; higher numbers are other forms."""
 
 
 class BatchEnd:
-    """One announcement after the other; each is settled before the next."""
+    """A sequence of announcements; each is settled before the next."""
 
     def __init__(self, group: dist.ProcessGroup, mode: UnevenEnd) -> None:
-        """Collective over `group`, with a rank alone excepted, and mode "ignore", which exchanges nothing."""
+        """Collective over `group`, except for a single rank and for mode "ignore", which exchange nothing."""
         self._mode, self._count = mode, 0
         self._group: dist.ProcessGroup | None = None
         ranks = dist.get_process_group_ranks(group)
         if mode != "ignore" and len(ranks) > 1:
-            self._group = _on_the_host(ranks)
+            self._group = lend_group("host", ranks, partial(_on_the_host, ranks))
         self._ranks = ranks
         self._work: dist.Work | None = None
         self._of_ranks = torch.zeros(len(ranks), dtype=torch.int64)
         self._own = torch.zeros(1, dtype=torch.int64)
         self.problem: str | None = None
-        """The error to raise after the last common batch, where ranks have different numbers of batches; else None."""
+        """The error to raise after the last common batch, if ranks have different numbers of batches; else None."""
         self.one_form = True
-        """Whether the batch settled last has, on every rank that announces it, one and the same form of a graph."""
+        """Whether the last settled batch has the same form of a graph on every rank that announces it."""
 
     def begin(self) -> None:
-        """Begins a new iterator: batches are counted from its first one."""
+        """Starts a new iterator: batches are counted from its first one."""
         self._count, self.problem = 0, None
 
     def announce(self, has_batch: bool, form: int | None = None) -> None:
-        """Announces to all ranks whether this one has its next batch, and the number of its form, None where no graph
-        of all ranks' collectives could run it: they replay one together or not at all."""
+        """Announces to all ranks whether this rank has a next batch, and the number of its form; None if no graph with
+        all ranks' collectives could run it: ranks replay such a graph together or not at all."""
         if self._group is not None:
             self._own.fill_(_NOTHING if not has_batch else _NO_FORM if form is None else _FIRST_FORM + form)
-            # Into views, one a rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no other.
+            # Into views, one per rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no alternative.
             views = list(self._of_ranks.split(1))
             self._work = dist.all_gather(views, self._own, group=self._group, async_op=True)
 
+    def last_group(self) -> dist.ProcessGroup | None:
+        """Returns the process group, to be given back, after what has been announced on it; nothing else is."""
+        if self._work is not None:
+            self._work.wait()
+        group, self._work, self._group = self._group, None, None
+        return group
+
     def settle(self) -> bool:
-        """Waits for the announcement; returns False where this rank's batch must not be trained on, as another rank has
+        """Waits for the announcement; returns False if this rank must not train on its batch, because another rank has
         none."""
         if self._work is None:
             return True
@@ -74,11 +82,11 @@ class BatchEnd:
 
 
 def _on_the_host(ranks: list[int]) -> dist.ProcessGroup:
-    """A gloo group. ValueError where gloo finds no network."""
+    """Returns a gloo group. ValueError if gloo finds no network."""
     try:
         return dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
     except RuntimeError as error:
         raise ValueError(
-            f"uneven_end needs a gloo process group, which cannot be made here ({error}): set GLOO_SOCKET_IFNAME, or "
+            f"uneven_end needs a gloo process group, but none can be made here ({error}): set GLOO_SOCKET_IFNAME, or "
             "FiveStageOptions(uneven_end='ignore')"
         ) from error

@@ -1,7 +1,8 @@
-"""The fields of a user's batch: the places of its KJTs, and its other tensors.
+"""The fields of a user's batch: the paths of its KJTs, and its other tensors.
 
-A TorchRec user's batch is of any type that the model takes: a dataclass, a tuple, the KJT alone. Where TorchRec traces
-the model, this calls it once (sharded_modules.py), and searches the batch for the inputs of its sharded modules.
+A TorchRec user's batch has any type that the model accepts: a dataclass, a tuple, a single KJT. Instead of tracing the
+model like TorchRec, this package calls it once (sharded_modules.py), and searches the batch for the inputs of its
+sharded modules.
 """
 
 import copy
@@ -19,7 +20,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 Path = tuple[tuple[str, Any], ...]
-"""("attribute", name) or ("item", key), from the batch inwards; empty for the batch itself."""
+"""("attribute", name) or ("item", key), from the outside in; empty for the batch itself."""
 
 _DEPTH = 4
 _NONE: Mapping[int, Any] = {}
@@ -27,7 +28,7 @@ _NONE: Mapping[int, Any] = {}
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Makes `module(...)` run `forward` within the block, its hooks included."""
+    """Makes `module(...)` run `forward` within the block, including its hooks."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -40,7 +41,7 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """forward_replaced, of several modules."""
+    """Applies forward_replaced to several modules."""
     with ExitStack() as stack:
         for module, forward in forwards.items():
             stack.enter_context(forward_replaced(module, forward))
@@ -48,7 +49,7 @@ def forwards_replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 def find_path(batch: Any, value: Any) -> Path | None:
-    """Returns the place of the object `value` in `batch`; None where it is not in it."""
+    """Returns the path of the object `value` in `batch`; None if it is not in the batch."""
     return next((path for path, found in _walk(batch, (), _DEPTH) if found is value), None)
 
 
@@ -76,16 +77,16 @@ def parts_of(batch: Any) -> tuple[list[KeyedJaggedTensor], list[Any]]:
 
 
 def follow(batch: Any, path: Path) -> Any:
-    """The value at `path`."""
+    """Returns the value at `path`."""
     for kind, name in path:
         batch = getattr(batch, name) if kind == "attribute" else batch[name]
     return batch
 
 
 def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int, Any] = _NONE) -> Any:
-    """A copy of the batch with function(leaf) for every leaf, which is a tensor or anything without known fields.
+    """Returns a copy of the batch with function(leaf) for every leaf; a leaf is a tensor or has no known fields.
 
-    replaced: by id, what becomes of objects that are not looked into.
+    replaced: replacements, by id, for objects that are not searched.
     """
 
     def rebuild(value: Any) -> Any:
@@ -93,7 +94,7 @@ def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int
             return replaced[id(value)]
         if _is_leaf(value):
             return function(value)
-        if isinstance(value, dict | UserDict):  # of others a copy may share the items
+        if isinstance(value, dict | UserDict):  # a copy of other mappings may share the items
             duplicate = copy.copy(value)
             for key, item in value.items():
                 duplicate[key] = rebuild(item)
@@ -112,6 +113,22 @@ def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int
     return rebuild(batch)
 
 
+def copy_of(batch: Any, kept: Mapping[int, Any] = _NONE) -> Any:
+    """Returns the batch over copies of its tensors, also of those in KJTs, for a call that may change them in place.
+
+    kept: by id, KJTs that stay themselves.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return copies.setdefault(id(leaf), leaf.clone())
+
+    with torch.no_grad():
+        return map_fields(batch, copied, kept)
+
+
 def leaves(batch: Any, skipped: Container[int] = _NONE) -> Iterator[Any]:
     """Yields the leaves that map_fields passes to its function, in the same order, without a copy."""
     if id(batch) in skipped:
@@ -124,7 +141,7 @@ def leaves(batch: Any, skipped: Container[int] = _NONE) -> Iterator[Any]:
 
 
 def leaf_names(batch: Any, skipped: Container[int] = _NONE, name: str = "batch") -> Iterator[str]:
-    """Returns a readable name of each leaf, such as batch.dense or batch["ids"][3]."""
+    """Yields a readable name of each leaf, such as batch.dense or batch["ids"][3]."""
     if id(batch) in skipped:
         return
     if _is_leaf(batch):
@@ -135,7 +152,7 @@ def leaf_names(batch: Any, skipped: Container[int] = _NONE, name: str = "batch")
 
 
 def snapshot(model: nn.Module, sharded: Iterable[nn.Module], device: torch.device) -> Callable[[], None]:
-    """Returns a function that restores the state that a call of the model changes: random numbers, and buffers outside
+    """Returns a function that restores the state changed by a call of the model: random numbers, and buffers outside
     `sharded`."""
     tables = {id(buffer) for module in sharded for buffer in module.buffers()}
     before = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in tables]

@@ -1,4 +1,4 @@
-"""The forms of batches that graphs of whole iterations are for."""
+"""The forms of batches that have graphs of whole iterations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,20 +8,21 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from .batch_fields import parts_of
+from .batch_signature import signature
 from .trimmed.static_dist import Sizes
 
 Form = tuple[Any, ...]
 
 
 class BatchForms:
-    """A form for each choice among the numbers of ids that modules declare (batch_ids): one where all declare one.
+    """A form for each combination of the numbers of ids that modules declare (batch_ids): one if all declare one.
 
-    A form has the shapes of the first batch with these numbers of ids. Its fields may differ from those of the first
-    batch of all in their first dimension, as a field with an entry for each id does, and in nothing else.
+    A form has the shapes of the first batch with these numbers of ids. Its fields may differ from those of the very
+    first batch in their first dimension, like a field with one entry per id, and in nothing else.
     """
 
     def __init__(self, batch: Any, features: Sequence[KeyedJaggedTensor], declared: Sequence[Sizes]) -> None:
-        """batch: the first one. features: the KJT of each module that is called. declared: of these modules, for all
+        """batch: the first one. features: the KJT of each called module. declared: sizes of these modules, for all
         keys of these KJTs together."""
         kjts, rest = parts_of(batch)
         places = {id(kjt): i for i, kjt in enumerate(kjts)}
@@ -43,8 +44,8 @@ class BatchForms:
         return any(len(kinds) > 1 for kinds in self._kinds)
 
     def number(self, batch: Any) -> int | None:
-        """Returns the number of a batch's form, which is the same on all ranks for the same numbers of ids; None where
-        it has no form. Lengths that are on the device are trusted; others are read."""
+        """Returns the number of a batch's form, which is the same on all ranks for the same numbers of ids; None if it
+        has no form. Lengths on the device are trusted; others are read."""
         kjts, rest = parts_of(batch)
         if self._used and self._used[-1] >= len(kjts):
             return None
@@ -73,7 +74,7 @@ class BatchForms:
 class BatchForm:
     """The common properties of all batches of a graph: shapes, dtypes and values of fields, keys and numbers of ids.
 
-    KJTs that no module is given are left out: the graph holds nothing that reads them.
+    KJTs that no module receives are ignored: the graph contains nothing that reads them.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class BatchForm:
         rest: Sequence[Any],
         declared: Sequence[tuple[Sizes, int]],
     ) -> None:
-        """used: which of a batch's KJTs some module is given; kjts: these. rest: the batch's other leaves. declared: of
-        the modules, with the kind of batch, for all keys of `kjts` together."""
+        """used: indices of the batch's KJTs that a module receives; kjts: these KJTs. rest: the batch's other leaves.
+        declared: sizes of the modules, each with the kind of batch, for all keys of `kjts` together."""
         self._used = list(used)
         self._form = _form_of(kjts, rest)
         self._ids = [[_ids_of_key(key, declared, kjt.stride()) for key in list(kjt.keys())] for kjt in kjts]
@@ -93,19 +94,19 @@ class BatchForm:
 
     @property
     def vary(self) -> list[bool]:
-        """Whether the lengths of each used KJT change from batch to batch."""
+        """Returns, for each used KJT, whether its lengths change from batch to batch."""
         return [not even for even in self._even]
 
     def used(self, kjts: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
-        """Returns those of a batch's KJTs that some module is given."""
+        """Returns the batch's KJTs that a module receives."""
         return [kjts[i] for i in self._used]
 
     def fits(self, kjts: Sequence[KeyedJaggedTensor], rest: Sequence[Any]) -> bool:
-        """Returns whether a batch, of these used KJTs and other leaves, has this form."""
+        """Whether a batch, with these used KJTs and other leaves, has this form."""
         return _form_of(kjts, rest) == self._form and self._has_declared(kjts)
 
     def _has_declared(self, kjts: Sequence[KeyedJaggedTensor]) -> bool:
-        """Whether all bags have the declared sizes, or all features so many ids, as far as the host knows."""
+        """Whether all bags have the declared sizes, or all features the declared number of ids, if the host knows."""
         if any(kjt.device().type != "cpu" for kjt in kjts):
             return True
         own = [
@@ -123,7 +124,7 @@ class BatchForm:
 
 
 def _kinds(sizes: Sizes, kjt: KeyedJaggedTensor) -> dict[int, int]:
-    """Returns the kind of a batch by the number of ids of a module's KJT; the first kind that has it."""
+    """Returns the kind of a batch by the number of ids of a module's KJT; the first kind with that number."""
     kinds = reversed(range(len(sizes.per_batch)))
     return {sum(sizes.ids(key, kjt.stride(), kind) for key in list(kjt.keys())): kind for kind in kinds}
 
@@ -133,20 +134,26 @@ def _is_even(key: str, declared: Sequence[tuple[Sizes, int]]) -> bool:
 
 
 def _ids_of_key(key: str, declared: Sequence[tuple[Sizes, int]], stride: int) -> int:
-    """Returns a feature's ids in a batch."""
+    """Returns the number of a feature's ids in a batch."""
     return next(sizes.ids(key, stride, kind) for sizes, kind in declared if key in sizes)
 
 
 def _form_of(kjts: Sequence[KeyedJaggedTensor], rest: Sequence[Any]) -> Form:
-    of_fields = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in rest]
+    of_fields = [_value_of(leaf) for leaf in rest]
     of_kjts = [(kjt.keys(), kjt.stride(), *_layout(kjt.values()), *_layout(kjt.weights_or_none())) for kjt in kjts]
     return of_fields, of_kjts
 
 
 def _alike(kjts: Sequence[KeyedJaggedTensor], rest: Sequence[Any]) -> Form:
-    """Returns what is common to batches of all forms."""
-    of_fields = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in rest]
+    """Returns the properties common to batches of all forms."""
+    of_fields = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else _value_of(leaf) for leaf in rest]
     return of_fields, [(kjt.keys(), kjt.stride(), kjt.values().dtype) for kjt in kjts]
+
+
+def _value_of(leaf: Any) -> Any:
+    """Returns a field's signature; what equals nothing else where it has none."""
+    found = signature(leaf)
+    return object() if found is None else found
 
 
 def _layout(tensor: Tensor | None) -> tuple[Any, ...]:

@@ -1,21 +1,43 @@
 """The form of a batch: the properties that a captured graph cannot change from one batch to the next."""
 
-from typing import Any
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from . import reasons
 from .embedding_outputs import EmbeddingOutputs
 
 Form = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Signature of the batch's fields; of all else."""
+"""Signature of the batch's fields, and of everything else."""
 
+CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+"""Types, beside tensors, whose values a graph may keep: of a batch's fields, and of a captured model's output."""
+_PLAIN = {*CONSTANT, bool}
 _SHOWN = 60  # characters of a field's value in a message
 
 
-def form_of(fields: list[Any], outputs: EmbeddingOutputs, device: torch.device) -> Form:
+class _OfTensor(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _OfArray(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    data: bytes
+
+
+def form_of(fields: list[Any], outputs: EmbeddingOutputs, device: torch.device) -> Form | None:
     """Returns the properties that a graph cannot change: shapes and dtypes, the value of any field that is no tensor,
-    autocast. The number of tokens of unpooled embeddings is not part of it."""
+    autocast. None where a field's value cannot be compared. The number of tokens of unpooled embeddings is not part of
+    it."""
+    of_fields = tuple(map(signature, fields))
+    if None in of_fields:
+        return None
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_values = (
@@ -23,12 +45,34 @@ def form_of(fields: list[Any], outputs: EmbeddingOutputs, device: torch.device) 
         for values, jagged in zip(outputs.values, outputs.jagged, strict=True)
     )
     of_lengths = ((lengths.shape, lengths.dtype) for lengths in outputs.lengths)
-    of_fields = ((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in fields)
-    return tuple(of_fields), (*of_values, *of_lengths, repr(autocast))
+    return of_fields, (*of_values, *of_lengths, repr(autocast))
+
+
+def signature(leaf: Any) -> Any:
+    """Returns what a graph cannot change of a field: a tensor's shape and dtype, else the value. None for a value of a
+    type whose values are not known to differ where their text does: the text of an object may be its address."""
+    if isinstance(leaf, Tensor):
+        return _OfTensor(leaf.shape, leaf.dtype)
+    if type(leaf) in _PLAIN:
+        return repr(leaf)
+    if isinstance(leaf, Enum):
+        return f"{type(leaf).__module__}.{type(leaf).__qualname__}.{leaf.name}"
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+        return _OfArray(leaf.shape, str(leaf.dtype), leaf.tobytes())
+    return None
+
+
+def why_no_form(names: Iterable[str], fields: Iterable[Any]) -> str | None:
+    """Returns the first field of a batch whose value cannot be compared, as an obstacle; None without one. names: of
+    the fields."""
+    for name, leaf in zip(names, fields, strict=True):
+        if signature(leaf) is None:
+            return reasons.OBJECT(field=name, kind=type(leaf).__name__)
+    return None
 
 
 def difference(names: list[str], outputs: EmbeddingOutputs, first: Form, form: Form) -> str:
-    """Returns the first difference between forms. names: of the batch's fields of the latter, whose `outputs` are."""
+    """Returns the first difference between forms. names: of the batch's fields in `form`, like its `outputs`."""
     if len(first[0]) != len(form[0]):
         return f"a batch with {len(form[0])} fields besides its KJTs, where the first had {len(first[0])}"
     lengths = ["the lengths of a sequence"] * len(outputs.lengths)
@@ -40,6 +84,8 @@ def difference(names: list[str], outputs: EmbeddingOutputs, first: Form, form: F
 
 
 def _shown(of_form: Any) -> str:
+    if isinstance(of_form, _OfArray):
+        return f"an array of {of_form.dtype} of shape {of_form.shape} with other values"
     if isinstance(of_form, tuple):
         shape, dtype = of_form
         return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

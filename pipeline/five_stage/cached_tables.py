@@ -1,21 +1,22 @@
 """Tables in host memory behind a cache on the GPU (FUSED_UVM_CACHING): the next batch's rows are fetched into the cache
-beside the dense part of the present one.
+beside the dense part of the current one.
 
-Where CacheParams(prefetch_pipeline=True) says so, FBGEMM locks the lines of the cache that a batch names until its
-backward has begun, and its backward looks up anew where the rows are. What remains is order on the GPU. For batch i+1
+With CacheParams(prefetch_pipeline=True), FBGEMM locks the cache lines that a batch names until its backward has begun,
+and its backward looks up again where the rows are. What remains is order on the GPU. For batch i+1
 
     lookup i  <  fetch i+1  <  backward i  <  lookup i+1
 
 - A fetch replaces lines whose rows no batch in flight names, and writes them to host memory. The update of batch i-1,
-  whose lines its backward unlocks before it writes them, must have ended: it has before lookup i.
-- FBGEMM's statistics (gather_uvm_cache_stats) are those of the last fetch. Lookup i reads in them whether all of its
-  rows are in the cache, and would take those that are not from anywhere, had fetch i+1 begun to count.
-- Rows that batch i names, that no line was free for and that fetch i+1 finds a line for, backward i updates in the
-  cache and no longer in host memory: so it begins after that fetch. So does whatever the caller does between calls.
+  whose lines its backward unlocks before writing them, must have ended: it has before lookup i.
+- FBGEMM's statistics (gather_uvm_cache_stats) are those of the last fetch. Lookup i reads from them whether all of its
+  rows are in the cache; if fetch i+1 had begun to count, lookup i would read missing rows from undefined places.
+- If batch i names rows that found no free line, and fetch i+1 finds a line for them, backward i updates them in the
+  cache and no longer in host memory: so it begins after that fetch. So does anything that the caller does between
+  calls.
 
-Between calls FBGEMM's modules do not know of the fetch: they would take it for that of whichever batch comes next, of
-another pipeline or of a call of the model. Such a call finds no fetched rows and fetches its own. What was fetched here
-is then given up, as it is where a loaded checkpoint has emptied the cache: rows are fetched again within the lookup.
+Between calls FBGEMM's modules do not know of the fetch: they would attribute it to whichever batch comes next, of
+another pipeline or of a call of the model. Such a call finds no fetched rows and fetches its own. The rows fetched here
+are then given up, as they are if a loaded checkpoint has emptied the cache: the lookup fetches these rows again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,30 +41,30 @@ class FetchedRows:
 
     kernel: Any
     locations: Tensor
-    """int32, for each id: its line, or -1 where its row is in host memory only."""
+    """int32, for each id: its line, or -1 if its row is in host memory only."""
     at: tuple[int, int]
     """The kernel's clocks after the fetch."""
 
     @property
     def stands(self) -> bool:
-        """Whether nobody has used or emptied the cache since."""
+        """Whether nobody has used or emptied the cache since the fetch."""
         return self.at == _clocks(self.kernel)
 
     def give(self) -> None:
-        """Lets the kernel's next call look up by these locations."""
+        """Makes the kernel's next call look up by these locations."""
         self.kernel.timesteps_prefetched.append(self.kernel.timestep)
         self.kernel.lxu_cache_locations_list.append(self.locations)
 
     def drop(self) -> None:
-        """Unlocks the lines: no lookup comes."""
+        """Unlocks the lines, because no lookup follows."""
         _unlock(self.kernel, self.locations)
 
 
 class CachedTables:
-    """Tables of all sharded modules that are fetched ahead. Nothing of the modules stays changed."""
+    """Tables of all sharded modules whose rows are fetched ahead. Modules are unchanged between calls."""
 
     def __init__(self, modules: Sequence[Sharded], group: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over `group`, whose ranks launch input dists in one order, with tables of this kind or without."""
+        """Collective over `group`, whose ranks all launch input dists in one order, with or without such tables."""
         self._groups = {one: list(_groups(one)) for one in modules}
         somewhere = torch.tensor(int(any(self._groups.values())), device=device)
         dist.all_reduce(somewhere, dist.ReduceOp.MAX, group)
@@ -80,7 +81,7 @@ class CachedTables:
             parts = {group.lookup: of_module[group.lookup].split(group.splits) for group in self._groups[one]}
             for group in self._groups[one]:
                 named = parts[group.lookup][group.index]
-                # TorchRec tells lookups of unpooled embeddings of no batch sizes either.
+                # TorchRec does not pass batch sizes to lookups of unpooled embeddings either.
                 varies = group.pooled and named.variable_stride_per_key()
                 group.kernel.prefetch(
                     indices=named.values(),
@@ -93,14 +94,14 @@ class CachedTables:
         return rows
 
     def drop(self, rows: Sequence[FetchedRows]) -> None:
-        """Gives up rows of batches that are not looked up."""
+        """Gives up the rows of batches that are not looked up."""
         for of in rows:
             of.drop()
 
     @contextmanager
     def looked_up(self, modules: Sequence[Sharded], rows: Sequence[FetchedRows], train: bool) -> Iterator[None]:
-        """Has the lookup of a batch, within the block, find its fetched rows. train: a backward follows, by which
-        FBGEMM unlocks the lines. ValueError where another pipeline has fetched a batch and not looked it up."""
+        """Makes the lookup of a batch, within the block, use its fetched rows. train: a backward follows, in which
+        FBGEMM unlocks the lines. ValueError if another pipeline has fetched a batch and not looked it up."""
         kernels = [group.kernel for one in modules for group in self._groups[one]]
         for one in modules:
             if any(group.kernel.timesteps_prefetched for group in self._groups[one]):
@@ -113,7 +114,7 @@ class CachedTables:
         try:
             yield
         finally:
-            for kernel in kernels:  # empty already, unless a lookup failed
+            for kernel in kernels:  # already empty, unless a lookup failed
                 kernel.timesteps_prefetched.clear()
                 kernel.lxu_cache_locations_list.clear()
         if not train:
@@ -126,7 +127,7 @@ class _Group:
     """Tables of one kernel."""
 
     lookup: int
-    """Index of the KJT, among those of its module's input dist, that has the features."""
+    """Index of the KJT with the features, among those of its module's input dist."""
     splits: list[int]
     index: int
     """Index among the KJT's parts by `splits`."""
@@ -146,13 +147,13 @@ def _groups(one: Sharded) -> Iterator[_Group]:
 
 
 def _fetches_ahead(kernel: Any) -> bool:
-    """Whether the kernel has a cache and is not left to fetch rows within its lookup."""
+    """Whether the kernel has a cache and does not fetch rows only within its lookup."""
     of_fbgemm = isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
     return of_fbgemm and kernel.prefetch_pipeline and kernel.lxu_cache_weights.numel() > 0
 
 
 def _clocks(kernel: Any) -> tuple[int, int]:
-    """Calls of the kernel, and fetches since its cache was empty."""
+    """Returns the kernel's number of calls, and of fetches since its cache was empty."""
     return kernel.step, kernel.timestep
 
 

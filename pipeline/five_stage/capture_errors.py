@@ -19,7 +19,7 @@ _OTHERS = (
     record.__code__.co_filename,
 )
 _CAPTURING = re.compile(r"captur", re.IGNORECASE)
-"""Words of CUDA's errors about a call that is not allowed in a capture."""
+"""Part of CUDA's error messages about calls that are not allowed in a capture."""
 _NUMBER = "keep the number a tensor on the device, or give it as a field of the batch that is no tensor"
 _PAD = "pad to a length that is known before: to_padded_dense(desired_length=...)"
 _WHERE = "choose by torch.where or by a multiplication with the mask, whose shapes do not depend on the values"
@@ -36,12 +36,12 @@ _INSTEAD = (
     (r"repeat_interleave", "give output_size"),
     (r"^\s*(if|while|assert)\b", "choose by torch.where, or by a number that the host has"),
 )
-"""Patterns of lines that read the device, and what to write there."""
+"""Patterns of lines that read the device, and the replacement to suggest."""
 
 
 def told(error: BaseException) -> str:
-    """Returns the error with the innermost line of the user's own code, and what to write there instead if it read the
-    device."""
+    """Returns the error with the innermost line of the user's own code, and a replacement to suggest if that line read
+    the device."""
     error = _first(error)
     message = f"{type(error).__name__}: {_first_line(error)}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
@@ -58,7 +58,7 @@ def told(error: BaseException) -> str:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Returns the first error within a capture: the end of a failed capture raises another one, of no line."""
+    """Returns the first error within a capture: the end of a failed capture raises another one, without a line."""
     chain = [error]
     while chain[-1].__context__ is not None:
         chain.append(chain[-1].__context__)
@@ -69,5 +69,5 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _first_line(error: BaseException) -> str:
-    """CUDA's errors go on with advice about environment variables."""
+    """Returns the first line of a CUDA error, which continues with advice about environment variables."""
     return str(error).split("\n", 1)[0] if _CAPTURING.search(str(error)) else str(error)

@@ -1,7 +1,6 @@
-"""One graph of stage 3, with the memory that it reads and writes; for jagged inputs, room for a number of tokens."""
+"""One graph of stage 3, with the memory that it reads and writes; for jagged inputs, with a capacity for tokens."""
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -9,33 +8,33 @@ from torch import Tensor
 
 from . import reasons
 from .batch_fields import leaves, map_fields
+from .batch_signature import CONSTANT
 from .cuda_graph import record
 from .embedding_outputs import EmbeddingOutputs
 
-_CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
-"""Types, beside tensors, of a captured model's output; such values keep their value of the capture."""
-
 Run = Callable[[Any, list[Any], EmbeddingOutputs], tuple[Any, list[Tensor | None]]]
-"""Stage 3: the output, and the gradients of the embedding outputs' values, of a batch."""
+"""Stage 3 of a batch: returns the output, and the gradients of the embedding outputs' values."""
 
 
 class FeaturesRead:
-    """Stands for a KJT while the dense part is captured: its ids are another batch's at every replay."""
+    """Stand-in for a KJT while the dense part is captured: every replay would have another batch's ids."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ValueError(reasons.READS_KJT(attribute=name))
 
 
 class Room:
-    """Memory that graphs read their vectors or ids from, each as many of its first rows as it has room for."""
+    """Memory from which graphs read vectors or ids; each graph reads the number of first rows that it was captured
+    with."""
 
     def __init__(self, like: Tensor, rows: int) -> None:
         self.memory = _zeros(like, rows)
         self.filled = 0
-        """Rows from here on are zeros."""
+        """All rows from this index on are zero."""
 
     def fill(self, count: int, rows: int) -> None:
-        """Makes zeros of what follows `count` rows, for a graph that reads `rows`; these are about to be written."""
+        """Zeroes the rows after the first `count`, for a graph that reads `rows`; the first `count` are then
+        written."""
         if count < rows and count < self.filled:
             self.memory[count : self.filled].zero_()
             self.filled = count
@@ -43,7 +42,7 @@ class Room:
 
 
 class Captured:
-    """A graph of batches of one form, with a largest number of tokens."""
+    """A graph of batches of one form, with a maximum number of tokens."""
 
     def __init__(
         self,
@@ -53,9 +52,9 @@ class Captured:
         rows: Sequence[int],
         rooms: Sequence[Room],
     ) -> None:
-        """rows: how many of each of outputs.values, in the memory of `rooms`."""
+        """rows: number of rows of each of outputs.values, in the memory of `rooms`."""
         self.rows, self._rooms = list(rows), list(rooms)
-        stand_ins = {id(kjt): FeaturesRead() for kjt in features}  # one KJT may be for several modules
+        stand_ins = {id(kjt): FeaturesRead() for kjt in features}  # several modules may share a KJT
         self._features = [stand_ins[id(kjt)] for kjt in features]
         self._batch = map_fields(batch, _empty_like, stand_ins)
         self._values = [room.memory[:count].requires_grad_() for room, count in zip(rooms, rows, strict=True)]
@@ -66,12 +65,14 @@ class Captured:
         self._outputs = outputs.rebuilt(self._values, self._tokens, self._lengths)
         skipped = set(map(id, self._features))
         self._fields = [leaf for leaf in leaves(self._batch, skipped) if isinstance(leaf, Tensor)]
+        self.used: list[bool] = []
+        """Whether the graph makes a gradient of each dense parameter."""
 
     def capture(self, run: Run, pool: Any) -> None:
-        """Captures `run`; runs nothing on the GPU. An error of `run` leaves the device as it was. pool: of memory, for
-        all graphs that are never replayed at the same time."""
+        """Captures `run`, without running anything on the GPU. An error of `run` leaves the device unchanged. pool: the
+        memory pool of all graphs that are never replayed at the same time."""
         returned: list[tuple[Any, list[Tensor | None]]] = []
-        # A weight that autocast has cast before would be read as it is now, for ever.
+        # The graph would forever read a cast that autocast has cached before the capture.
         torch.clear_autocast_cache()
         try:
             self.graph = record(lambda: returned.append(run(self._batch, self._features, self._outputs)), pool=pool)
@@ -113,7 +114,7 @@ class Captured:
 
 
 def _zeros(tensor: Tensor, rows: int) -> Tensor:
-    """Returns zeros in the form of `tensor`, but with this number of rows."""
+    """Returns zeros like `tensor`, but with this number of rows."""
     return torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
 
 
@@ -122,19 +123,18 @@ def _empty_like(leaf: Any) -> Any:
 
 
 def of_graph(leaf: Any) -> Any:
-    """Returns a copy of a leaf of the output, which is in the graph's memory. ValueError for one that cannot be
-    copied."""
+    """Returns a copy of a leaf of the output, which is in the graph's memory. ValueError if it cannot be copied."""
     if isinstance(leaf, Tensor):
         return leaf.detach()
-    if isinstance(leaf, _CONSTANT):
+    if isinstance(leaf, CONSTANT):
         return leaf
     found = "the batch's KJT" if isinstance(leaf, FeaturesRead) else f"a {type(leaf).__name__}"
     raise ValueError(
-        f"the model's output holds {found}, which the next replay might overwrite: put out tensors, numbers and "
+        f"the model's output holds {found}, which the next replay might overwrite: return only tensors, numbers and "
         "strings, in dataclasses, tuples, lists and dicts"
     )
 
 
 def copied(leaf: Any) -> Any:
-    """Returns a leaf of the output as the caller may keep it."""
+    """Returns a leaf of the output that the caller may keep."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,4 +1,4 @@
-"""The page CAPTURED.md, made of the code's own lists and reasons.
+"""Generates the page CAPTURED.md from the code's own lists and reasons.
 
 python -m five_stage.captured_page > CAPTURED.md
 """

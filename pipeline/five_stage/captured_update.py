@@ -1,7 +1,7 @@
-"""Stage 5 within the graph of a whole iteration: the step of the user's optimizer, where all of it only launches.
+"""Stage 5 within the graph of a whole iteration: the step of the user's optimizer, if it only launches work.
 
-A replay runs no Python. So each optimizer on the way must be known to do nothing else in its step: TorchRec's
-wrappers, those of torch as StepWork has them, and types with a true attribute `runs_in_graphs`.
+A replay runs no Python. So every optimizer involved must be known to do nothing else in its step: TorchRec's wrappers,
+torch's optimizers that StepWork supports, and types with a true attribute `runs_in_graphs`.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,31 +16,31 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from . import reasons
 from .dense_update import WATCHED, innermost, is_watched, others
-from .step_graph import StepWork, why_never
+from .step_graph import StepWork, is_marked, why_never
 
 
 class CapturedUpdate:
-    """`step()` for a capture, with what must be asked and counted around every replay."""
+    """`step()` for a capture, with the checks and counts that every replay needs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """parameters: those whose gradients stay in their memory."""
+        """parameters: those whose gradients stay at their addresses."""
         self._optimizer: Any = optimizer
         own = set(map(id, parameters))
         used = [inner for inner in innermost(optimizer) if any(group["params"] for group in inner.param_groups)]
-        whys = (why_never(inner) or others(inner, own) for inner in used if not _is_marked(inner))
+        whys = (why_never(inner) or others(inner, own) for inner in used if not _steps_alone(inner))
         self.why_not: str | None = _does_more(optimizer) or next((why for why in whys if why is not None), None)
-        """The obstacle that keeps the step out of the iteration's graph for good; None without one."""
-        self._works = [] if self.why_not else [(inner, _Work(inner)) for inner in used if not _is_marked(inner)]
+        """The obstacle that permanently keeps the step out of the iteration's graph; None without one."""
+        self._works = [] if self.why_not else [(inner, _Work(inner)) for inner in used if not _steps_alone(inner)]
         self._fused = list(_fused(optimizer))
         self._rates: list[Any] = []
 
     def zero_grad(self) -> None:
-        """The optimizer's, which also brings the tables' learning rates to the lookups."""
+        """Calls the optimizer's zero_grad, which also passes the tables' learning rates to the lookups."""
         self._optimizer.zero_grad()
 
     def set_rates(self, lookups_as_before: bool) -> None:
-        """Brings the tables' learning rates alone to the lookups. lookups_as_before: their rates are those that the
-        last call has left."""
+        """Passes only the tables' learning rates to the lookups. lookups_as_before: their rates are unchanged since
+        the last call."""
         rates = [group["lr"] for fused in self._fused for group in fused.param_groups]
         if rates == self._rates and lookups_as_before:
             return
@@ -49,8 +49,8 @@ class CapturedUpdate:
             fused.zero_grad()
 
     def look(self) -> tuple[bool, str | None]:
-        """Returns whether a graph with the last prepared step is as good as ever, and what keeps the step out of one
-        now. To be called before every step, with its gradients in place."""
+        """Returns whether a graph with the last prepared step is still valid, and the obstacle to capturing the step
+        now. Must be called before every step, with its gradients in place."""
         for _, work in self._works:
             work.look()
         if any(is_watched(inner) for inner, _ in self._works):
@@ -62,12 +62,13 @@ class CapturedUpdate:
         return False, next((why for _, work in self._works if (why := work.why_not_now()) is not None), None)
 
     def prepare(self) -> None:
-        """Makes what `step` launches, of numbers and memory as they are. Launches a little, before a capture."""
+        """Prepares the work that `step` launches, with the current numbers and memory. Launches a little, before a
+        capture."""
         for _, work in self._works:
             work.prepare_once()
 
     def step(self) -> None:
-        """Steps, with the prepared work in the place of the inner steps: in a capture, or as it will be captured."""
+        """Steps, with the prepared work instead of the inner steps: in a capture, or eagerly in the same way."""
         before = []
         for inner, work in self._works:
             before.append((inner, vars(inner).get("step")))
@@ -87,7 +88,7 @@ class CapturedUpdate:
             work.before_replay()
 
     def after_replay(self) -> None:
-        """See StepWork. What a learning rate scheduler's own wrapper notes is noted."""
+        """See StepWork. Also counts the step as a learning rate scheduler's wrapper would."""
         for inner, work in self._works:
             work.after_replay()
             inner._opt_called = True
@@ -95,7 +96,7 @@ class CapturedUpdate:
 
 class _Work(StepWork):
     prepared = False
-    """Whether `launch` does what a step does now."""
+    """Whether `launch` still does the work of a step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -115,20 +116,21 @@ class _Work(StepWork):
 
 
 def _run(launch: Callable[[], None], closure: Callable[[], Any] | None = None) -> None:
-    """Stands for an inner optimizer's step."""
-    assert closure is None, "TorchRec's wrappers hand no closure on that they were not given"
+    """Replaces an inner optimizer's step."""
+    assert closure is None, "TorchRec's wrappers pass on only closures that they were given"
     launch()
 
 
-def _is_marked(optimizer: Any) -> bool:
-    return bool(getattr(type(optimizer), "runs_in_graphs", False))
+def _steps_alone(optimizer: Any) -> bool:
+    """Whether a graph holds this optimizer's own step, unprepared: of a marked class, that is none of torch's kind."""
+    return is_marked(optimizer) and "capturable" not in optimizer.defaults
 
 
 def _does_more(optimizer: Any) -> str | None:
-    """Names an optimizer whose step may do more than launch; None where all are known not to."""
+    """Returns the name of an optimizer whose step may do more than launch work; None if no step does."""
     if type(optimizer) is CombinedOptimizer:
         return next((why for _, part in optimizer.optimizers if (why := _does_more(part)) is not None), None)
-    if isinstance(optimizer, FusedOptimizer) or _is_marked(optimizer):
+    if isinstance(optimizer, FusedOptimizer) or _steps_alone(optimizer):
         return None
     if type(optimizer) is KeyedOptimizerWrapper:
         return _does_more(optimizer._optimizer)

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _CAPTURING = threading.Lock()
 _EAGER_CALLS = 1
-"""Calls before the capture, in which NCCL sets itself up, which a capture cannot."""
+"""Number of calls before the capture, in which NCCL initializes itself, which it cannot do during a capture."""
 
 
 def record(
@@ -25,9 +25,9 @@ def record(
     stream: "torch.cuda.Stream | None" = None,
     keep: bool = False,
 ) -> torch.cuda.CUDAGraph:
-    """Returns the graph of the launches of `work` on `stream`, under `watch`; it runs nothing on the GPU. keep: its
-    nodes, to be changed. Raises torch's error where it cannot be captured; the device, the current stream and the
-    random numbers are then as before. Threads capture one after the other."""
+    """Returns the graph of the launches of `work` on `stream`, under `watch`; runs nothing on the GPU. keep: keeps the
+    nodes, so that they can be changed. Raises torch's error if the capture fails; the device, the current stream and
+    the random numbers are then as before. Threads capture one after another."""
     graph, pool, device = (
         torch.cuda.CUDAGraph(keep_graph=keep),
         pool or torch.cuda.graph_pool_handle(),
@@ -35,7 +35,7 @@ def record(
     )
     generator = torch.cuda.default_generators[device]
     before = generator.clone_state()
-    # torch.cuda.graph leaves its stream current where the end of the capture raises.
+    # torch.cuda.graph leaves its stream current if the end of the capture raises.
     with _CAPTURING, _no_collections(), torch.cuda.stream(torch.cuda.current_stream()):
         try:
             capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
@@ -44,7 +44,7 @@ def record(
         except Exception:  # raised again below
             # Where cudaStreamEndCapture fails, CUDAGraph::capture_end skips this, and CUDAGraph::reset the release.
             torch.cuda.synchronize()
-            with suppress(RuntimeError):  # it did not fail: `work` itself did, in a sane capture
+            with suppress(RuntimeError):  # the end did not fail: `work` itself raised, in a valid capture
                 torch._C._cuda_endAllocateToPool(device, pool)
                 torch._C._cuda_releasePool(device, pool)
                 generator.graphsafe_set_state(before)
@@ -56,8 +56,8 @@ def record(
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Keeps Python from collecting cycles. These may hold memory of CUDA's, as those of a pipeline that has been closed
-    do, and to take registered memory back is no call for a thread that captures."""
+    """Keeps Python from collecting cycles. These may hold CUDA memory, such as those of a closed pipeline, and a thread
+    that captures must not unregister memory."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -68,7 +68,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def destroy(graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
-    """Frees graphs once no replay uses their memory any more."""
+    """Destroys graphs once no replay uses their memory any more."""
     if graphs and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     for graph in graphs:
@@ -83,19 +83,19 @@ def captures(device: torch.device) -> bool:
 class GraphedFunction:
     """A function of one tensor that is replayed as a CUDA graph, including its collectives.
 
-    The argument is copied into the graph's memory and the results are copied out, so callers get what a plain call
-    returns: new tensors of the current stream. An argument of another shape or dtype than the captured one runs
+    The argument is copied into the graph's memory and the results are copied out, so callers get the same as from a
+    plain call: new tensors of the current stream. An argument with a shape or dtype other than the captured one runs
     plainly, and so do all calls on the CPU and within another capture. One call at a time.
 
-    With collectives in it the ranks agree on the capture: NCCL forbids that some replay a collective that others
-    launch, so all of them run plainly where one cannot capture.
+    If it contains collectives, the ranks agree on the capture: NCCL forbids some ranks to replay a collective that
+    others launch, so all ranks run plainly if one cannot capture.
     """
 
     def __init__(
         self, function: Callable[[Tensor], tuple[Tensor, ...]], name: str, group: dist.ProcessGroup | None
     ) -> None:
-        """function: its results depend only on the argument and on memory that stays. name: for messages. group: of its
-        collectives, on all of whose ranks calls have the same shapes and dtypes; None without collectives."""
+        """function: its results must depend only on the argument and on memory that stays. name: for messages. group:
+        of its collectives, on whose ranks calls have the same shapes and dtypes; None without collectives."""
         self._function, self._name, self._group = function, name, group
         self._calls, self._closed = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -103,10 +103,10 @@ class GraphedFunction:
         self._results: tuple[Tensor, ...] = ()
         self._stream: torch.cuda.Stream | None = None
         self.failure: str | None = None
-        """Reason why the function could not be captured; it runs plainly then. None while there is none."""
+        """Reason why the function could not be captured and runs plainly; None if there is none."""
 
     def __call__(self, argument: Tensor) -> tuple[Tensor, ...]:
-        """Returns the function's results. The capturing call reads the device, once, where there is a group."""
+        """Returns the function's results. The capturing call reads the device, once, if there is a group."""
         if argument.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._function(argument)  # into the graph that is being captured
         if self._graph is None and self.failure is None and not self._closed and captures(argument.device):
@@ -114,7 +114,7 @@ class GraphedFunction:
         if self._graph is None or self._argument is None or not _alike(argument, self._argument):
             return self._function(argument)
         stream = torch.cuda.current_stream(argument.device)
-        if self._stream is not None and stream != self._stream:  # which may still be at the graph's memory
+        if self._stream is not None and stream != self._stream:  # that stream may still use the graph's memory
             stream.wait_stream(self._stream)
         self._stream = stream
         with torch.no_grad():
@@ -136,7 +136,7 @@ class GraphedFunction:
         self._calls += 1
         if self._calls <= _EAGER_CALLS:
             return
-        # Memory that stays: a tensor that autograd passes in any layout becomes a plain block, too.
+        # Memory that stays; also makes a plain block of a tensor that autograd passes in any layout.
         of_graph = torch.empty(argument.shape, dtype=argument.dtype, device=argument.device)
         results: list[tuple[Tensor, ...]] = []
         try:

@@ -1,7 +1,7 @@
-"""Stage 5 beside a captured dense part: the step of the user's optimizer, where it can be, as a CUDA graph too.
+"""Stage 5 beside a captured dense part: the step of the user's optimizer, as a CUDA graph too if possible.
 
-The eager step is Python that groups, checks and allocates, and a launch for every foreach op and chunk of parameters:
-with the dense part captured, a third of the host's time of an iteration.
+The eager step is Python code that groups, checks and allocates, and a launch for every foreach op and chunk of
+parameters: with the dense part captured, it takes a third of the host's time of an iteration.
 """
 
 import logging
@@ -27,16 +27,16 @@ WATCHED = reasons.WATCHED()
 class DenseUpdate:
     """`step()` in place of `optimizer.step()`, with the same effect.
 
-    torch's optimizers are searched inside all others, TorchRec's and the user's own, whose steps run unchanged: where
-    they step the inner one, its graph is replayed. A change of hyperparameters, or of the tensors that hold parameters,
-    gradients and state, is noticed: the optimizer then steps eagerly until nothing has changed WARM_UP times. Only the
-    learning rate may change with every step. An optimizer with hooks on its steps stays eager.
+    Searches for torch's optimizers inside all others, TorchRec's and the user's own, whose steps run unchanged: when
+    they step an inner optimizer, its graph is replayed. A change of hyperparameters, or of the tensors that hold
+    parameters, gradients and state, is detected: the optimizer then steps eagerly until nothing has changed WARM_UP
+    times. Only the learning rate may change with every step. An optimizer with hooks on its steps stays eager.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], device: torch.device
     ) -> None:
-        """parameters: those whose gradients stay in their memory; an optimizer with others is left alone."""
+        """parameters: those whose gradients stay at their addresses; an optimizer with others stays eager."""
         self._optimizer = optimizer
         own = set(map(id, parameters))
         self._graphs: list[tuple[torch.optim.Optimizer, StepGraph]] = []
@@ -53,7 +53,7 @@ class DenseUpdate:
 
     @property
     def why_not(self) -> str | None:
-        """The optimizer that steps eagerly, beyond its very first steps, and why; None if none does."""
+        """The optimizers that step eagerly after their very first steps, and why; None if none does."""
         counted = dict(self._eager)
         if any(is_watched(inner) for inner, _ in self._graphs):
             counted.setdefault(WATCHED, 0)
@@ -63,7 +63,7 @@ class DenseUpdate:
 
     @property
     def captured(self) -> bool:
-        """Whether every step that may be replayed is."""
+        """Whether every step that can be replayed is replayed."""
         return bool(self._graphs) and all(graph.captured for _, graph in self._graphs)
 
     def step(self) -> None:
@@ -107,18 +107,18 @@ def _step(
     reasons: set[str],
     closure: Callable[[], Any] | None = None,
 ) -> Any:
-    """Stands for `inner.step`."""
+    """Replaces `inner.step`."""
     if closure is not None:
         reasons.add("the step is given a closure")
         return eagerly(closure)
     if (why := graph.step(eagerly)) is not None:
         reasons.add(why)
-    inner._opt_called = True  # what a learning rate scheduler's own wrapper notes
+    inner._opt_called = True  # as a learning rate scheduler's own wrapper would set it
     return None
 
 
 def innermost(optimizer: Any) -> list[Any]:
-    """Returns the optimizers within the others that have parameters which backward does not update."""
+    """Returns the innermost optimizers, without those whose parameters backward updates."""
     if isinstance(optimizer, CombinedOptimizer):
         return [found for _, part in optimizer.optimizers for found in innermost(part)]
     if isinstance(optimizer, FusedOptimizer):
@@ -130,8 +130,8 @@ def innermost(optimizer: Any) -> list[Any]:
 
 
 def others(inner: Any, own: set[int]) -> str | None:
-    """Returns a sentence if an optimizer has parameters beside those with these ids."""
-    # TorchRec's parameter of a table that is looked up with others is a slice of theirs.
+    """Returns a message if an optimizer has parameters with ids other than these."""
+    # TorchRec's parameter of a table that is looked up together with others is a slice of their joint parameter.
     if all(id(getattr(p, "_original_tensor", p)) in own for group in inner.param_groups for p in group["params"]):
         return None
     return (
@@ -141,7 +141,7 @@ def others(inner: Any, own: set[int]) -> str | None:
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether calls of `step` are waited for, other than by a scheduler, which only notes them."""
+    """Whether anything observes calls of `step`, other than a scheduler, which only counts them."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,

@@ -1,6 +1,7 @@
-"""The outputs of the sharded modules for one batch, as flat lists of tensors: for the leaf at which stage 3's backward
-ends, and for the memory of a graph."""
+"""The outputs of the sharded modules for one batch, as flat lists of tensors: for the leaves at which stage 3's
+backward ends, and for the memory of a graph."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,16 +13,18 @@ from torchrec.distributed.types import LazyNoWait
 from .batch_fields import forwards_replaced
 from .sharded_modules import Sharded, refuse_call
 
+_IN_PLACE = re.compile("leaf Variable that requires grad is being used in an in-place operation")
+
 Output: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-"""Outputs of bags; of unpooled embeddings, by feature."""
+"""Pooled outputs; or unpooled embeddings, by feature."""
 
 
 class EmbeddingOutputs:
     """Outputs of several modules.
 
-    They consist of three lists of tensors: `values`, the vectors, which have gradients; `tokens`, beside the vectors of
-    unpooled embeddings, with as many rows (the ids, if the module returns them); `lengths`, one number a bag or
-    sequence. All are in the order of the modules and of their features.
+    They consist of three lists of tensors: `values`, the vectors, which have gradients; `tokens`, with one row per
+    unpooled vector (the ids, if the module returns them); `lengths`, one number per bag or sequence. All are in the
+    order of the modules and of their features.
     """
 
     def __init__(self, names: Sequence[str], outputs: Sequence[Output]) -> None:
@@ -34,7 +37,7 @@ class EmbeddingOutputs:
         self.jagged: list[bool] = []
         """Whether the rows of each of `values` are tokens, whose number changes from batch to batch."""
         self.token_of: list[int] = []
-        """The index in `values` of the vectors of each of `tokens`."""
+        """Index in `values` of the vectors of each of `tokens`."""
         for output in self.outputs:
             if isinstance(output, KeyedTensor):
                 self.values.append(output.values())
@@ -62,7 +65,7 @@ class EmbeddingOutputs:
     def rebuilt(
         self, values: Sequence[Tensor], tokens: Sequence[Tensor] | None = None, lengths: Sequence[Tensor] | None = None
     ) -> "EmbeddingOutputs":
-        """Returns the same over other tensors; over the same tokens and lengths where none are given."""
+        """Returns the same outputs over other tensors; over the same tokens and lengths if none are given."""
         of_values, of_tokens = iter(values), iter(self.tokens if tokens is None else tokens)
         of_lengths = iter(self.lengths if lengths is None else lengths)
         outputs: list[Output] = []
@@ -79,12 +82,12 @@ class EmbeddingOutputs:
         return EmbeddingOutputs(self._names, outputs)
 
     def leaves(self) -> "EmbeddingOutputs":
-        """Returns the same over new leaves of autograd."""
+        """Returns the same outputs over new autograd leaves."""
         return self.rebuilt([values.detach().requires_grad_() for values in self.values])
 
     @property
     def grads(self) -> list[Tensor | None]:
-        """Returns the gradients of `values`, which are leaves."""
+        """Returns the gradients of `values`, which must be leaves."""
         return [values.grad for values in self.values]
 
 
@@ -100,10 +103,10 @@ def embedding_backward(outputs: EmbeddingOutputs, grads: Sequence[Tensor | None]
 
 
 class Lookups:
-    """The modules that are looked up before the model's forward, which they then give their outputs to."""
+    """Modules that are looked up before the model's forward; during the forward they return these outputs."""
 
     def __init__(self, modules: Sequence[Sharded], called: Sequence[Sharded]) -> None:
-        """modules: of the model. called: those of them that its forward calls, in that order."""
+        """modules: all of the model. called: the modules that its forward calls, in that order."""
         self.called = list(called)
         self.names = [one.name for one in called]
         self._refusing = {one.module: refuse_call(one) for one in modules if one not in called}
@@ -111,15 +114,15 @@ class Lookups:
     def call(
         self, call: Callable[[Any], Any], batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs
     ) -> tuple[Tensor, Any]:
-        """call(batch), in which each module gives its output for its KJT, of the first of `features`. ValueError if it
-        is given anything else."""
+        """Returns call(batch), in which each module returns its output for its KJT, the first of `features`. ValueError
+        if it receives anything else."""
 
         def gives(one: Sharded, expected: Any, output: Output) -> Callable[..., LazyNoWait[Any]]:
             def forward(*args: Any, **kwargs: Any) -> LazyNoWait[Any]:
                 if next(iter((*args, *kwargs.values())), None) is not expected:
                     raise ValueError(
-                        f"the model gives {one.name} another KJT than for the first batch: the pipeline has looked up "
-                        "the field of the batch that it gave then"
+                        f"the model gives {one.name} another KJT than with the first batch: the pipeline has looked up "
+                        "the batch's field that the model gave then"
                     )
                 return LazyNoWait(output)
 
@@ -130,5 +133,13 @@ class Lookups:
             for one, expected, output in zip(self.called, features, outputs.outputs, strict=False)
         }
         with forwards_replaced({**self._refusing, **giving}):
-            result: tuple[Tensor, Any] = call(batch)
+            try:
+                result: tuple[Tensor, Any] = call(batch)
+            except RuntimeError as error:
+                if not _IN_PLACE.search(str(error)):
+                    raise
+                raise ValueError(
+                    f"the model changes in place what {' or '.join(self.names)} gave it, or a view of that, where the "
+                    "pipeline's dense backward ends: write it out of place, as relu(x) for relu(x, inplace=True)"
+                ) from error
             return result

@@ -1,12 +1,12 @@
-"""Feature processors beside graphs: the gradients of their parameters, which the embedding backward makes.
+"""Feature processors beside graphs: the gradients of their parameters, which come from the embedding backward.
 
-A feature processor makes the weights of ids, from parameters that all ranks have, between the input dist and the
-lookup. Stage 4 returns the gradients of these weights. From there torch.autograd.grad computes the parameters'
-gradients: hooks of DistributedDataParallel, whose forward did not run, see nothing of it.
+A feature processor computes the weights of ids, from parameters that all ranks have, between the input dist and the
+lookup. Stage 4 returns the gradients of these weights. From these, torch.autograd.grad computes the parameters'
+gradients: hooks of DistributedDataParallel, whose forward did not run, do not see them.
 
-Processing is part of stage 2, in TorchRec and in the graph of an iteration: it reads parameters after the dense update
-of the batch before, although the input dist runs ahead of that update. In the input dist of tables split by rows
-TorchRec's processors write the places of ids, which reads no parameter.
+Processing is part of stage 2, in TorchRec and in the graph of an iteration: it reads parameters after the previous
+batch's dense update, although the input dist runs ahead of that update. In the input dist of tables split by rows,
+TorchRec's processors write the positions of ids, which reads no parameter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,10 @@ from .sharded_modules import Sharded
 
 
 class FeatureProcessors:
-    """The feature processors of all modules, for one batch after the other."""
+    """The feature processors of all modules, used for one batch at a time."""
 
     def __init__(self, modules: Sequence[Sharded], apart: bool, captured: bool) -> None:
-        """apart: their gradients are made here, rather than by a backward of all. captured: within a graph too."""
+        """apart: compute their gradients here, instead of in a joint backward. captured: within a graph too."""
         self._modules, self._apart = [one for one in modules if one.has_processors], apart
         self._weights: list[tuple[Tensor, Tensor]] = []
         self._captured = captured
@@ -36,7 +36,7 @@ class FeatureProcessors:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Returns those that are trained, each once."""
+        """The trained parameters, each once."""
         found = {
             id(parameter): parameter
             for one in self._modules
@@ -53,9 +53,9 @@ class FeatureProcessors:
 
     @contextmanager
     def _read_as_leaves(self) -> Iterator[None]:
-        """Puts leaves of now in the place of the parameters, in the modules and in dicts that these have, where graphs
-        hold the processors: autograd waits for the stream on which a leaf was first used, and that of the parameters
-        is not the capturing one."""
+        """Replaces the parameters, in the modules and in their dicts, by new leaves if graphs hold the processors:
+        autograd waits for the stream on which a leaf was first used, and the parameters' stream is not the capturing
+        one."""
         parameters = self.parameters if self._captured else []
         self._leaves = {id(of): of.detach().requires_grad_() for of in parameters}
         places = [(of, key, value) for of in self._dicts() for key, value in of.items() if id(value) in self._leaves]
@@ -80,8 +80,8 @@ class FeatureProcessors:
         return one.collection.compute_and_output_dist(context, KJTList([self._detached(kjt) for kjt in processed]))
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients of `parameters`, after the embedding backward; zeros for one that no weight comes from,
-        as TorchRec does, which adds all of them, times zero, to the looked-up vectors."""
+        """Returns the gradients of `parameters`, after the embedding backward; zeros for a parameter without weights,
+        as in TorchRec, which adds all parameters, times zero, to the looked-up vectors."""
         parameters = self.parameters
         pairs = [(weights, leaf.grad) for weights, leaf in self._weights if leaf.grad is not None]
         self._weights.clear()
@@ -90,7 +90,7 @@ class FeatureProcessors:
         weights, grads = zip(*pairs, strict=True)
         inputs = [self._leaves.get(id(p), p) for p in parameters]
         capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        past = parameters if self._leaves and not capturing else []  # what no leaf was put in the place of
+        past = parameters if self._leaves and not capturing else []  # uses that no leaf has replaced
         found = torch.autograd.grad(weights, [*inputs, *past], grads, allow_unused=True)
         added = list(found[: len(parameters)])
         for i, (parameter, grad) in enumerate(zip(past, found[len(parameters) :], strict=True)):

@@ -1,8 +1,8 @@
-"""The model's state that graphs of the dense part rely on: its tensors and their addresses, the trained ones among
-them, and the modes of its modules. Checked before every batch, as no hook reports a user's change.
+"""The model's state that graphs of the dense part rely on: its tensors and their addresses, the trained tensors among
+them, and the modes of its modules. Checked before every batch, because no hook reports a user's change.
 
-A graph reads and writes the addresses of its capture. `parameter.data = ...`, as by Module.to or where averages are
-swapped in, and a replaced parameter or buffer, leave it with memory that the model no longer has.
+A graph reads and writes the addresses of its capture. `parameter.data = ...`, as in Module.to or when averages are
+swapped in, and a replaced parameter or buffer, leave it with memory that the model no longer uses.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,10 +20,10 @@ class _Place(NamedTuple):
 
 
 class FrozenModel:
-    """The model as it was at the last batch."""
+    """The state of the model at the last batch."""
 
     def __init__(self, model: nn.Module, sharded: Iterable[nn.Module]) -> None:
-        """sharded: the modules whose tensors no graph holds, apart from those of their feature processors."""
+        """sharded: modules whose tensors no graph holds, except those of their feature processors."""
         outside = {id(module) for one in sharded for module in one.modules()}
         for one in sharded:
             if isinstance(processors := getattr(one, "_feature_processors", None), nn.Module):
@@ -38,21 +38,29 @@ class FrozenModel:
             for key in of
         ]
         self._lookups = [(place.of, place.key) for place in self._places]
+        self._named, self._registered = named, len(self._places)
+        self._before: dict[int, dict[str, Any]] = {}
         self._remember(*self._now())
 
     def change(self) -> str | None:
-        """Returns the change of a model since the last call, for a message; None without one."""
+        """Returns the change of the model since the last call, for a message; None without one."""
         tensors, modes = self._now()
         same = all(map(is_, tensors, self._tensors)) and modes == self._modes
         if same and self._layouts == _layouts(self._held):
             return None
         what = self._what(tensors, modes)
-        self._remember(tensors, modes)
+        self._watch(self._places[: self._registered])
         return what
 
+    def watch_attributes(self) -> None:
+        """Watches the tensors that modules have as plain attributes, from a capture to the next change. To be called
+        before each capture."""
+        self._watch([*self._places[: self._registered], *self._attributes()])
+        self._before = {id(module.__dict__): dict(module.__dict__) for _, module in self._named}
+
     def put_back(self) -> str | None:
-        """Restores parameters and buffers that a capture has replaced. Returns the first one's name; None where all are
-        as they were."""
+        """Restores parameters, buffers and watched attributes that a capture has replaced, and takes away attributes
+        that it has made. Returns the first one's name; None where all are as they were."""
         replaced = [
             (place, was)
             for place, was in zip(self._places, self._tensors, strict=True)
@@ -60,7 +68,32 @@ class FrozenModel:
         ]
         for place, was in replaced:
             place.of[place.key] = was
-        return replaced[0][0].name if replaced else None
+        made = [place for place in self._attributes() if place.key in self._made_in(place.of)]
+        for place in made:
+            if place.key in (before := self._before[id(place.of)]):
+                place.of[place.key] = before[place.key]
+            else:
+                del place.of[place.key]
+        self._before = {}
+        return next((place.name for place in (*(place for place, _ in replaced), *made)), None)
+
+    def _made_in(self, attributes: dict[str, Any]) -> set[str]:
+        """Returns the names of a module's attributes that have been set since watch_attributes."""
+        before = self._before.get(id(attributes), attributes)
+        return {key for key, value in attributes.items() if value is not before.get(key)}
+
+    def _attributes(self) -> list[_Place]:
+        return [
+            _Place(module.__dict__, key, f"{name}.{key}" if name else key)
+            for name, module in self._named
+            for key, value in module.__dict__.items()
+            if isinstance(value, Tensor)
+        ]
+
+    def _watch(self, places: list[_Place]) -> None:
+        self._places = places
+        self._lookups = [(place.of, place.key) for place in places]
+        self._remember(*self._now())
 
     def _now(self) -> tuple[list[Any], list[bool]]:
         return [of.get(key) for of, key in self._lookups], [of["training"] for of in self._modules]
@@ -88,10 +121,10 @@ def _layouts(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 class TrainedParameters:
-    """The set of trained parameters, which DistributedDataParallel, too, learns from its first batch for good."""
+    """The set of trained parameters, which DistributedDataParallel too fixes at its first batch."""
 
     def __init__(self, dense: Iterable[tuple[str, nn.Parameter]], processors: Sequence[nn.Parameter]) -> None:
-        """dense: with their names, frozen ones too. processors: parameters within sharded modules that are trained."""
+        """dense: with their names, including frozen ones. processors: trained parameters within sharded modules."""
         named = dict(dense)
         names = [*named, *(f"a sharded module's parameter of shape {tuple(p.shape)}" for p in processors)]
         self._names, self._parameters = names, [*named.values(), *processors]
@@ -100,8 +133,8 @@ class TrainedParameters:
         self._begun = False
 
     def check(self) -> None:
-        """Raises ValueError that names a parameter that is frozen, or trained, unlike at the first batch; before that
-        one a parameter of the dense part may still be frozen."""
+        """Raises ValueError, naming a parameter that has been frozen or unfrozen since the first batch; before that
+        batch, a parameter of the dense part may still be frozen."""
         flags = [parameter.requires_grad for parameter in self._parameters]
         if flags == self._flags and self._begun:
             return
@@ -110,6 +143,6 @@ class TrainedParameters:
                 since = "the first batch" if self._begun else "this pipeline was made"
                 raise ValueError(
                     f"{name} was {'unfrozen' if now else 'frozen'} (requires_grad) after {since}, which "
-                    "cuda_graph='dense' does not take: make a new pipeline after the change"
+                    "cuda_graph='dense' does not support: make a new pipeline after the change"
                 )
         self._flags, self._begun = flags, True

@@ -16,11 +16,12 @@ class FlatGradients:
         self.parameters, self._device, self._group = list(parameters), device, group
         self.flat, self.views = flat_gradients(self.parameters)
         self.used = [False] * len(self.parameters)
+        """Whether the batch gave each parameter a gradient."""
         self._accumulated: list[Tensor | None] | None = None
 
     def zero(self, zero_grad: Callable[[], None]) -> None:
-        """Calls the optimizer's zero_grad. Gradients that it keeps, to accumulate them over several batches, are set
-        aside, and added to the next ones as autograd would."""
+        """Calls the optimizer's zero_grad. Gradients that it keeps, to accumulate over several batches, are set aside,
+        and added to the next ones as in autograd."""
         left = [None if p.grad is None else (p.grad, p.grad._version) for p in self.parameters]
         zero_grad()
         kept = [
@@ -32,15 +33,22 @@ class FlatGradients:
             self._accumulated = [None if grad is None else grad.clone() for grad in kept]
 
     def keep(self, grads: Sequence[Tensor | None], first: int = 0) -> None:
-        """Copies autograd's gradients into the buffers: those of the parameters from the `first` one on."""
+        """Copies autograd's gradients into the buffers: those of the parameters from the `first` one on. Parameters
+        without one get zeros, which other ranks may read."""
         of = slice(first, first + len(grads))
         self.used[of] = [grad is not None for grad in grads]
         pairs = [(view, grad) for view, grad in zip(self.views[of], grads, strict=True) if grad is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if len(pairs) < len(grads):
+            torch._foreach_zero_([view for view, grad in zip(self.views[of], grads, strict=True) if grad is None])
+
+    def restore(self, used: Sequence[bool]) -> None:
+        """Takes which of the first parameters have gradients, of a graph whose replay runs `keep` without Python."""
+        self.used[: len(used)] = used
 
     def accumulate(self) -> None:
-        """Adds what `zero` has set aside. To be called once a batch, before the mean."""
+        """Adds the gradients that `zero` has set aside. Must be called once per batch, before the mean."""
         if self._accumulated is None:
             return
         for i, grad in enumerate(self._accumulated):
@@ -52,7 +60,7 @@ class FlatGradients:
                     self.used[i] = True
 
     def mean(self) -> None:
-        """Computes DDP's average: divided, then summed. NCCL does both in one pass. Collective."""
+        """Computes DDP's average: divides, then sums. NCCL does both in one pass. Collective."""
         for flat in self.flat if self._group.size() > 1 else ():
             if self._device.type == "cuda":
                 dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)

@@ -1,9 +1,8 @@
-"""A bound for the memory of the graphs of stage 3, so that a training that fits without them does not run out of
-memory.
+"""A bound for the memory of stage 3's graphs, so that a training that fits without them does not run out of memory.
 
-A graph holds its memory between replays, when nothing else can use it. The other stages, and batches that no graph
-runs, must fit into the rest. Their peak is that before the first capture, when all batches run eagerly; so nothing is
-tried out, and memory that was allocated for a short time before counts as theirs too.
+A graph holds its memory between replays, when nothing else can use it. The other stages, and batches that run without a
+graph, must fit into the rest. Their peak is known from the time before the first capture, when all batches run eagerly;
+so nothing has to be tried, and memory that was allocated briefly before counts too.
 """
 
 import gc
@@ -16,22 +15,22 @@ import torch
 from torch import Tensor
 
 _GIB = 2**30
-_READ = 4  # batches of no new size before the first capture whose peak is read: not only then, as users reset peaks
+_READ = 4  # number of batches of known size before the first capture whose peak is read: several, as users reset peaks
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a GPU's memory, by torch's allocator of this process."""
+    """Bytes of a GPU's memory, according to this process's torch allocator."""
 
     allocated: int
     peak: int
-    """The most that was allocated at a time."""
+    """Peak of the allocated bytes."""
     reserved: int
     most: int
     """Bytes that the allocator can reserve: its own and free ones."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Returns the present memory; None where there are no graphs, as on the CPU."""
+    """Returns the current memory; None if there are no graphs, as on the CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -48,9 +47,9 @@ def input_bytes(fields: Iterable[Any], values: Sequence[Tensor], rows: Sequence[
 
 
 class GraphMemory:
-    """The account of one rank's graphs, which share a pool: beside them, a batch that runs eagerly must still fit.
+    """The account of one rank's graphs, which share a pool: an eager batch must still fit beside them.
 
-    Sizes are bytes of inputs, to which a batch's memory is taken to be proportional.
+    Sizes are bytes of inputs; a batch's memory is assumed to be proportional to its size.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,14 +60,14 @@ class GraphMemory:
 
     @property
     def idle(self) -> int:
-        """Bytes that graphs hold and use in replays alone."""
+        """Bytes that graphs hold and use only during replays."""
         return self._idle
 
     def before_eager(self, size: int) -> bool:
-        """Records a batch that is to run eagerly. Returns False where it does not fit beside the graphs.
+        """Records a batch that is to run eagerly. Returns False if it does not fit beside the graphs.
 
-        Asks the device a few times before the first capture, then for batches larger than any before; every capture has
-        left room for the others.
+        Queries the device a few times before the first capture, then for batches larger than all earlier ones; every
+        capture has left enough memory for the others.
         """
         if not self._measured:
             if self._read < _READ or size > self._size:
@@ -80,10 +79,10 @@ class GraphMemory:
         return True
 
     def before_capture(self, size: int) -> bool:
-        """Returns False where a graph of batches of this size does not fit beside the existing ones.
+        """Returns False if a graph of batches of this size does not fit beside the existing ones.
 
-        It shares their memory if one of them is as large. Blocks of the allocator do not grow: a larger graph shares
-        next to nothing, so that it should be captured first, and the smaller ones, again, after it.
+        It shares their memory if one of them is at least as large. The allocator's blocks do not grow: a larger graph
+        shares almost nothing, so it should be captured first, and the smaller ones again after it.
         """
         if self._idle == 0 or size <= self._largest:
             return True
@@ -91,8 +90,8 @@ class GraphMemory:
 
     @contextmanager
     def capturing(self, size: int) -> Iterator[None]:
-        """Measures the memory that a capture inside leaves allocated."""
-        torch.cuda.empty_cache()  # the capture does so too, which would hide what it reserves
+        """Measures the memory that a capture in the body leaves allocated."""
+        torch.cuda.empty_cache()  # the capture does this too, which would hide the memory that it reserves
         before = device_memory(self._device)
         if before is not None and not self._measured:
             self._read_peak()
@@ -104,8 +103,7 @@ class GraphMemory:
         self._largest = max(self._largest, size)
 
     def missing(self, more: int = 0) -> str | None:
-        """Returns a sentence where memory is too little with `more` additional bytes in graphs; None if it is
-        enough."""
+        """Returns a message if memory is too small with `more` additional bytes in graphs; None if it suffices."""
         now = device_memory(self._device)
         if now is None or now.allocated + self._batch + self._idle + more <= now.most:
             return None
@@ -114,11 +112,11 @@ class GraphMemory:
         )
         return (
             f"{most} of memory are too little for {allocated} that stay allocated, {graphs} of CUDA graphs and {batch} "
-            "that a batch takes without a graph"
+            "that a batch needs without a graph"
         )
 
     def dropped(self) -> None:
-        """Gives the memory of graphs back to the device; they are destroyed, and nothing refers to them any more."""
+        """Returns the memory of graphs to the device, after they have been destroyed and nothing refers to them."""
         self._idle = self._largest = 0
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,5 +1,4 @@
-"""The choice of a batch's graph: one for each form that repeats, with room for a number of tokens, bounded in
-number."""
+"""The choice of a batch's graph: one for each form that repeats, with a capacity for tokens, bounded in number."""
 
 import math
 from collections.abc import Sequence
@@ -14,23 +13,23 @@ from .captured import Captured, Room, Run
 from .embedding_outputs import EmbeddingOutputs
 
 WARM_UP = 3
-"""Batches that run eagerly before the first capture: cuBLAS and the autograd thread set themselves up in them."""
+"""Batches that run eagerly before the first capture, in which cuBLAS and the autograd thread initialize themselves."""
 MOST_GRAPHS = 16
-"""All forms and numbers of tokens together."""
-_MOST_FORMS = 256  # told apart; those that never come back are forgotten
-_WASTE = 1.25  # the room of a graph that is replayed at most, by the tokens of the batch, while another may be captured
-_WASTE_LATER = 2.0  # the same once half of all graphs are captured: the others are for batches that none fits
-_STEPS = 8  # numbers of tokens that there is a graph for, between a power of two and the next
-_LEAST_STEP = 32  # tokens: a GPU computes so many in no time
+"""Maximum number of graphs, over all forms and numbers of tokens."""
+_MOST_FORMS = 256  # that are distinguished; forms that do not recur are forgotten
+_WASTE = 1.25  # maximum ratio of a graph's capacity to the batch's tokens, as long as another may be captured
+_WASTE_LATER = 2.0  # the same after half of all graphs are captured: the rest are for batches that fit none
+_STEPS = 8  # number of capacities between a power of two and the next
+_LEAST_STEP = 32  # tokens: their computation takes a GPU no noticeable time
 
 
 class Plan(NamedTuple):
-    """The treatment of a batch that fits no graph."""
+    """Plan for a batch that fits no graph."""
 
     rows: list[int] | None
-    """The room of a graph to capture, for each of the outputs' values."""
+    """The capacity of a graph to capture, for each of the outputs' values."""
     eager: str | None
-    """Reason why it runs eagerly; None where its form has only to come back first."""
+    """Reason why it runs eagerly; None if its form only has to recur first."""
 
 
 @dataclass(slots=True)
@@ -43,8 +42,8 @@ class _OfForm:
 
 
 class GraphPool:
-    """The graphs of a dense part. They share memory, and that of their inputs, as only one is replayed at a time and
-    its memory is not read after the next replay."""
+    """The graphs of a dense part. They share their memory and that of their inputs, because only one is replayed at a
+    time and its memory is not read after the next replay."""
 
     def __init__(self) -> None:
         self._forms: dict[Form, _OfForm] = {}
@@ -57,29 +56,29 @@ class GraphPool:
         return self._count
 
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
-        """Returns all of them."""
+        """Returns all graphs."""
         return [captured.graph for of in self._forms.values() for captured in of.graphs]
 
     def clear(self) -> None:
-        """Drops all graphs, which the caller has destroyed, and their memory. Forms that repeat get new ones."""
+        """Drops all graphs, which the caller has destroyed, and their memory. Forms that recur get new graphs."""
         for of in self._forms.values():
             of.graphs.clear()
         self._rooms.clear()
-        self._count, self._memory = 0, None  # torch takes no pool again that has lost all its graphs
+        self._count, self._memory = 0, None  # torch does not reuse a pool that has lost all its graphs
 
     def asks_for_padding(self, form: Form, counts: Sequence[int]) -> bool:
-        """Returns whether a batch of this form has other numbers of tokens than those before."""
+        """Returns whether a batch of this form has other numbers of tokens than earlier ones."""
         of = self._forms.get(form)
         return of is not None and of.most != [] and (of.most != list(counts) or of.least != list(counts))
 
     def never_pad(self, form: Form, why: str) -> None:
-        """Batches of this form are replayed with exactly the tokens that were captured only."""
+        """Restricts replays of batches of this form to exactly the captured numbers of tokens."""
         self._forms[form].never_pads = why
 
     def find(
         self, form: Form, counts: Sequence[int], jagged: Sequence[bool], pads: bool
     ) -> tuple[Captured | None, Plan]:
-        """Returns the graph for a batch, or the treatment without one. pads: whether it may be padded with tokens."""
+        """Returns the graph for a batch, or how to run it without one. pads: whether it may be padded with tokens."""
         of = self._forms.get(form)
         if of is None:
             self._forget()
@@ -93,7 +92,7 @@ class GraphPool:
         best = min(fitting, key=lambda graph: sum(graph.rows), default=None)
         waste = _WASTE if self._count < MOST_GRAPHS // 2 else _WASTE_LATER
         if self._count == MOST_GRAPHS - 1:
-            waste = math.inf  # the last one has room for all that there has been
+            waste = math.inf  # the last graph has capacity for the most tokens seen so far
         if best is not None and (sum(best.rows) <= waste * sum(counts) or self._count >= MOST_GRAPHS - 1):
             return best, Plan(None, None)
         if self._batches <= WARM_UP or of.seen == 1:
@@ -110,7 +109,7 @@ class GraphPool:
     def capture(
         self, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: list[int], run: Run
     ) -> Captured:
-        """Returns a new graph for this form. Raises the errors of the capture."""
+        """Returns a new graph for this form. Raises the capture's errors."""
         rooms = [self._room_of(i, values, n) for i, (values, n) in enumerate(zip(outputs.values, rows, strict=True))]
         captured = Captured(batch, features, outputs, rows, rooms)
         if self._memory is None and torch.cuda.is_available():
@@ -140,7 +139,7 @@ def _fits(rows: Sequence[int], counts: Sequence[int], pads: bool) -> bool:
 
 
 def _room(count: int, most: int, waste: float, exact: bool) -> int:
-    """Room for `count` tokens, in steps; for the most seen so far, where that is not much more."""
+    """Returns the capacity for `count` tokens, in steps; the most seen so far, if that is not much more."""
     if exact:
         return count
     for_most = _in_steps(most)

@@ -1,4 +1,4 @@
-"""A batch on its way through the pipeline."""
+"""A batch in flight through the pipeline."""
 
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -20,10 +20,10 @@ class InFlight(Generic[In]):
     copied: torch.cuda.Event | None
     distribution: Distribution
     features: list[KeyedJaggedTensor]
-    """The inputs of the called modules; empty before the first batch has come to the model."""
+    """The inputs of the called modules; empty before the first batch has reached the model."""
     form: int | None = None
-    """The number of the form that it has, on all ranks, of those that graphs of whole iterations are made for; None
-    where it has none, or ranks have different ones."""
+    """The number of its form, the same on all ranks, among those with graphs of whole iterations; None if it has none,
+    or forms differ between ranks."""
     distributed: torch.cuda.Event | None = field(default=None)
     rows: list[FetchedRows] = field(default_factory=list)
-    """Rows that caches hold for it, from the fetch to the lookup."""
+    """Rows that caches hold for it between fetch and lookup."""

@@ -1,7 +1,7 @@
-"""The batches in flight: read and copied two ahead of the training, and held as long as the device reads them."""
+"""The batches in flight: read and copied two ahead of the training, and kept as long as the device reads them."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -9,6 +9,7 @@ from torchrec import KeyedJaggedTensor
 
 from .batch_end import BatchEnd
 from .batch_fields import Path, follow
+from .feature_processors import with_weights
 from .in_flight import InFlight
 from .input_dist import Distribution, InputDist
 from .iteration_graph import IterationGraph
@@ -17,8 +18,17 @@ from .streams import StageStreams
 In = TypeVar("In")
 
 
+def _count_on_host(features: Sequence[KeyedJaggedTensor], copies: Sequence[KeyedJaggedTensor]) -> None:
+    """Gives copies of KJTs their lengths per key: cheap here, a read of the device later. The user's own KJTs cache
+    nothing, as whoever refills them in place would find it there."""
+    for kjt, copy in zip(features, copies, strict=False):
+        if kjt.device().type == "cpu" and copy is not kjt and copy.length_per_key_or_none() is None:
+            counted = with_weights(kjt, kjt.weights_or_none()).sync()
+            copy._length_per_key, copy._offset_per_key = counted.length_per_key(), counted.offset_per_key()
+
+
 class Incoming(Generic[In]):
-    """Batches of one iterator after the other. README.md draws whose memory they are ("Whose memory a batch is")."""
+    """Batches of successive iterators. README.md draws who owns their memory ("Whose memory a batch is")."""
 
     def __init__(
         self,
@@ -29,16 +39,16 @@ class Incoming(Generic[In]):
         pinned_d2h: bool,
         holds: bool,
     ) -> None:
-        """pinned_d2h: count lengths per key while they are on the host. holds: keep references to tensors being read,
-        in place of record_stream."""
+        """pinned_d2h: compute lengths per key while they are on the host. holds: keep references to tensors being read,
+        instead of record_stream."""
         self._device, self._streams, self._input_dists, self._end = device, streams, input_dists, end
         self._pinned_d2h, self._holds = pinned_d2h, holds
         self.in_flight: deque[InFlight[In]] = deque()
         self.paths: list[Path] = []
-        """The place in a batch of each called module's KJT; empty before the first batch has come to the model."""
+        """The path in a batch of each called module's KJT; empty before the first batch has reached the model."""
         self._form: type | None = None
         self.graph: IterationGraph | None = None
-        """The graph of iterations, which asks for batches in their own memory."""
+        """The graph of iterations, which needs batches in its own memory."""
         self._held: list[InFlight[In]] = []
         self._spent: list[Distribution] = []
         self._spent_at: torch.cuda.Event | None = None
@@ -46,7 +56,7 @@ class Incoming(Generic[In]):
         self._exhausted = False
 
     def fill(self, batches: Iterator[In]) -> None:
-        """Has two batches in flight, if there are as many."""
+        """Brings two batches in flight, if that many exist."""
         self._settle()
         if batches is not self._batches:
             self._batches, self._exhausted = batches, False
@@ -56,10 +66,10 @@ class Incoming(Generic[In]):
             self._settle()
 
     def copy(self, batches: Iterator[In]) -> None:
-        """Starts the copy of the next batch, if there is one. An iterator is not asked again once it has ended."""
+        """Starts the copy of the next batch, if any. An iterator is not called again after it has ended."""
         if self._exhausted:
             return
-        with self._streams.on("copy"):  # as in TorchRec the iterator, too, may launch there
+        with self._streams.on("copy"):  # as in TorchRec, the iterator may launch there too
             batch = next(batches, None)
             if batch is None:
                 self._end.announce(False)
@@ -68,12 +78,10 @@ class Incoming(Generic[In]):
             as_on_device = type(batch) is self._form
             features = self.features_of(batch) if as_on_device else []
             form = self.graph.form_of(batch) if as_on_device and self.graph is not None else None
-            if self._pinned_d2h and form is None:
-                for kjt in features:
-                    if kjt.device().type == "cpu":
-                        kjt.sync()  # lengths per key: cheap here, a read of the device later
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
             new = InFlight(on_device, None, self._input_dists.new(), self.features_of(on_device), form)
+            if self._pinned_d2h and form is None:
+                _count_on_host(features, new.features)
             if not as_on_device and self.graph is not None:
                 new.form = self.graph.form_of(on_device)
             self._end.announce(True, new.form)
@@ -87,30 +95,31 @@ class Incoming(Generic[In]):
         return [follow(batch, path) for path in self.paths]
 
     def found(self, form: type, paths: list[Path]) -> None:
-        """The first batch has come to the model. form: its type on the device; on the host batches may have another,
-        without a KJT."""
+        """Records that the first batch has reached the model. form: its type on the device; on the host, batches may
+        have another type, without a KJT."""
         self._form, self.paths = form, paths
         for of in self.in_flight:
             of.features = self.features_of(of.batch)
 
     def done(self) -> None:
-        """Marks the first one in flight as trained."""
+        """Marks the first batch in flight as trained."""
         first = self.in_flight.popleft()
         if self._holds:
             self._held.append(first)
 
     def drop(self) -> None:
-        """Lets go of all."""
+        """Lets go of all. The copy of another pipeline's batch waits for input dists that may still read these."""
+        self._streams.hold("copy", self._streams.mark("input_dist"))
         self._held += self.in_flight
         self.in_flight.clear()
         self.release()
         self.release()
 
     def release(self) -> None:
-        """Lets go of the last batch, and of what the input dist made of the one before; README.md draws it. To be
-        called at the beginning of every iteration.
+        """Releases the last batch, and the input dist's tensors of the previous one; README.md draws it. Must be called
+        at the beginning of every iteration.
 
-        Without either, too: after two ends of data a caller may still let go of outputs that share a batch's memory.
+        Also without either batch: after two ends of data a caller may still drop outputs that share a batch's memory.
         """
         if not self._holds and not self._held and not self._spent:
             return
@@ -121,7 +130,7 @@ class Incoming(Generic[In]):
         self._held.clear()
 
     def _settle(self) -> None:
-        """Drops the batch copied last where another rank has none."""
+        """Drops the last copied batch if another rank has none."""
         if not self._end.settle():
             if not self._exhausted:
                 self.in_flight.pop()

@@ -1,5 +1,5 @@
-"""Stage 1 of one batch after the other, of all sharded modules together, in steps that a schedule can separate;
-TorchRec's own or with pinned reads."""
+"""Stage 1 of all sharded modules together, batch after batch, in steps that a schedule can separate; TorchRec's own or
+with pinned reads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +20,7 @@ from .sharded_modules import Sharded
 from .splits_exchange import ExchangeRequest, SplitsExchange
 
 Step = Literal["splits", "values", "features"]
-"""Splits under way; lengths and values under way; distributed."""
+"""Splits in flight; lengths and values in flight; distributed."""
 Launch = Callable[[], list[Awaitable[KJTList]]]
 """Waits for splits and launches the values' all-to-alls of all modules."""
 _STEPS: tuple[Step, ...] = ("splits", "values", "features")
@@ -30,7 +30,7 @@ class Distribution:
     """The input dists of one batch, of all modules. A step may wait on the host for the previous one."""
 
     contexts: list[Any]
-    """TorchRec's, for each module's compute_and_output_dist."""
+    """TorchRec's context of each module, for compute_and_output_dist."""
     features: list[KJTList]
     """The KJTs that this rank looks up, of each module, after the last step."""
 
@@ -41,11 +41,11 @@ class Distribution:
 
     @property
     def done(self) -> bool:
-        """All steps are taken."""
+        """Whether all steps have been taken."""
         return self._done == len(_STEPS)
 
     def advance(self, features: Sequence[KeyedJaggedTensor], until: Step) -> None:
-        """Takes the steps up to `until` that have not been taken. features: the batch's KJT of each module."""
+        """Takes the remaining steps up to `until`. features: the batch's KJT of each module."""
         for step in _STEPS[self._done : _STEPS.index(until) + 1]:
             if step == "splits":
                 self.contexts, self._splits = self._start(features)
@@ -61,7 +61,7 @@ class Distribution:
 class InputDist:
     """Input dists of modules on a chosen process group. All ranks start them in the same order.
 
-    Nothing of the modules stays replaced: the forwards of their KJTAllToAlls are replaced only while an input dist
+    The modules are unchanged between calls: the forwards of their KJTAllToAlls are replaced only while an input dist
     starts.
     """
 
@@ -72,16 +72,16 @@ class InputDist:
         group: dist.ProcessGroup | None,
         pinned: bool,
     ) -> None:
-        """group: for the collectives of TorchRec's KJTAllToAlls instead of the modules' own, except those of the very
-        first batch, in which TorchRec builds its input dists. pinned: by SplitsExchange, where batches are of one size
-        for all features."""
+        """group: for the collectives of TorchRec's KJTAllToAlls instead of the modules' own groups, except in the very
+        first batch, in which TorchRec builds its input dists. pinned: use SplitsExchange, if all features have the same
+        batch size."""
         self.modules, self._group = list(modules), group
-        """Those of which batches have a KJT each, in this order."""
+        """The modules for which batches have a KJT, in this order."""
         self._exchange = SplitsExchange(device) if pinned else None
 
     @property
     def waits(self) -> bool:
-        """Whether steps wait on the host for those before them: TorchRec's do, a trimmed input dist may not."""
+        """Whether steps wait on the host for previous ones: TorchRec's do, a trimmed input dist may not."""
         return any(getattr(one.collection, "input_dist_waits", True) for one in self.modules)
 
     def new(self) -> Distribution:
@@ -121,7 +121,7 @@ class InputDist:
     def _forward(
         self, all_to_all: KJTAllToAll, requests: list[ExchangeRequest] | None
     ) -> Callable[[KeyedJaggedTensor], Any]:
-        """requests: where those of a SplitsExchange go; without them, TorchRec's."""
+        """Returns the replacement forward. requests: collects those of a SplitsExchange; None: TorchRec's own."""
         group = self._group or all_to_all._pg
         if requests is None:
             return KJTAllToAllForward(group, all_to_all._splits, all_to_all._stagger)
@@ -144,12 +144,12 @@ class InputDist:
 
 
 def _all_to_alls(one: Sharded) -> list[KJTAllToAll]:
-    """Returns the all-to-alls of a module's input dists: none before its first batch, or where no sharding needs one:
+    """Returns the all-to-alls of a module's input dists: none before its first batch, or if no sharding needs one:
     replicated tables, or a trimmed dist."""
     all_to_alls = [getattr(module, "_dist", None) for module in one.collection._input_dists]
     return [module for module in all_to_alls if isinstance(module, KJTAllToAll)]
 
 
 def _own(one: Sharded, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The KJT, or where feature processors write weights into it a copy that no other module shares."""
+    """Returns the KJT, or, if feature processors write weights into it, a copy that no other module shares."""
     return with_weights(features, features.weights_or_none()) if one.has_processors else features

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from . import reasons
-from .batch_fields import map_fields
+from .batch_fields import kjts_of, leaf_names, leaves, map_fields
 from .batch_forms import BatchForms
+from .batch_signature import why_no_form
 from .capture_errors import told
 from .captured import copied, of_graph
 from .captured_update import CapturedUpdate
@@ -126,7 +127,9 @@ class IterationGraph:
     def begin(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> str | None:
         """Takes the form of the first batch; returns what keeps such batches out of a graph."""
         modules = self._lookups.called
-        if (why := why_no_iteration_of(modules, features)) is None:
+        kjts = set(map(id, kjts_of(batch)))
+        why = why_no_iteration_of(modules, features) or why_no_form(leaf_names(batch, kjts), leaves(batch, kjts))
+        if why is None:
             self._forms = BatchForms(batch, features, [one.collection.declared for one in modules])
             of_modules = ((one, kjt.stride()) for one, kjt in zip(modules, features, strict=True) if _varying(one))
             self._capacities = {one.name: one.module.row_capacities(stride) for one, stride in of_modules}
@@ -319,6 +322,7 @@ class IterationGraph:
         capture it or none does, and each says why. Later captures are not collective, because a rank without tables may
         have no reason for one: RuntimeError if they fail."""
         self._prepare()
+        self._dense.before_capture()
         torch.clear_autocast_cache()  # replays would read an earlier cast's memory, with its present values, forever
         error: str | None = None
         try:

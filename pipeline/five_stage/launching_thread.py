@@ -1,4 +1,4 @@
-"""A second host thread that launches work, with the state that PyTorch keeps for each thread set as in the caller."""
+"""A second host thread that launches work, with PyTorch's per-thread state set as in the caller."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,13 +13,13 @@ R = TypeVar("R")
 
 
 class LaunchingThread:
-    """Runs functions in order. Exceptions come out of the future, with the thread's own traceback.
+    """Runs functions in order. Exceptions are raised by the future, with the thread's own traceback.
 
     It also ends when nothing refers to it any more: see concurrent.futures.ThreadPoolExecutor.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        """device: current in the thread. The caller's CUDA stream is not: tasks choose theirs."""
+        """device: current in the thread. The caller's CUDA stream is not: tasks choose their own."""
         self._device = device
         enter = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=enter)
@@ -39,5 +39,5 @@ class LaunchingThread:
         return self._executor.submit(run)
 
     def close(self, wait: bool) -> None:
-        """Ends the thread after its present work, as other ranks' collectives may need it. wait: for that."""
+        """Ends the thread after its current work, which other ranks' collectives may need. wait: waits for that."""
         self._executor.shutdown(wait=wait)

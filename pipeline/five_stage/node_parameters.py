@@ -1,9 +1,8 @@
-"""Numbers that kernels of a captured graph are given by the host, changed without a new capture.
+"""Numbers that the host passes to kernels of a captured graph, changed without a new capture.
 
-FBGEMM hands its table updates the learning rate, and those of Adam their step, as arguments. A capture with a mark in
-its place, a number that nothing else is, shows which arguments of which kernels it is; CUDA changes these in the
-instantiated graph, and launches that are under way keep theirs. This is the driver's API, of CUDA 12.4 and later, by
-ctypes.
+FBGEMM passes the learning rate to its table updates, and also the step to Adam's, as arguments. A capture with a unique
+mark instead of the number shows which arguments of which kernels receive it; CUDA changes these in the instantiated
+graph, and launches in flight keep their values. This uses the driver's API, of CUDA 12.4 and later, through ctypes.
 """
 
 import ctypes
@@ -23,17 +22,17 @@ _SIZES = {ctypes.sizeof(of) for of in _TYPES.values()}
 
 
 def marks(count: int) -> list[float]:
-    """Returns `count` numbers, each exact in fp32, that kernels do not get otherwise, even as other bits."""
+    """Returns `count` numbers, each exact in fp32, that kernels do not receive otherwise, even as other bits."""
     return [struct.unpack("<f", struct.pack("<I", _FIRST_MARK + i))[0] for i in range(count)]
 
 
 def int_marks(count: int) -> list[int]:
-    """Returns `count` numbers, each an int64, that kernels do not get otherwise, even as other bits."""
+    """Returns `count` numbers, each an int64, that kernels do not receive otherwise, even as other bits."""
     return [_FIRST_INT_MARK + i for i in range(count)]
 
 
 def keeps_graphs() -> bool:
-    """Returns whether there is a GPU, and this torch and this driver let a captured graph's nodes be changed."""
+    """Whether there is a GPU, and this torch and this driver allow changing a captured graph's nodes."""
     has_graph = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")
     return torch.cuda.is_available() and has_graph and _driver() is not None
 
@@ -55,12 +54,12 @@ class MarkedArguments:
     """Arguments of one graph's kernels that were marked at its capture."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, of: Sequence[float | int]) -> None:
-        """graph: captured with keep_graph, and instantiated. of: the marks, fp32 where they are floats, else int64."""
+        """graph: captured with keep_graph, and instantiated. of: the marks, fp32 if they are floats, else int64."""
         self._graph: Any = graph
         self._values = [_TYPES[type(mark)](mark) for mark in of]
         self._nodes: list[tuple[c_void_p, _Params]] = []
         self.found: set[int] = set()
-        """Indices of the marks that kernels got."""
+        """Indices of the marks that kernels received."""
         bits = {bytes(value): i for i, value in enumerate(self._values)}
         for node in _kernel_nodes(graph.raw_cuda_graph()):
             params = _Params()
@@ -68,13 +67,13 @@ class MarkedArguments:
                 self._find(node, params, bits)
 
     def set(self, values: Sequence[float | int]) -> None:
-        """Gives the kernels these values in the place of the marks, from the next launch on."""
+        """Replaces the marks by these values, from the next launch on."""
         for place, value in zip(self._values, values, strict=True):
             place.value = value
         graph = c_void_p(self._graph.raw_cuda_graph_exec())
         for node, params in self._nodes:
             if (error := _call("cuGraphExecKernelNodeSetParams_v2", graph, node, byref(params))) != 0:
-                raise RuntimeError(f"CUDA error {error} at the change of a captured kernel's argument")
+                raise RuntimeError(f"CUDA error {error} while changing a captured kernel's argument")
 
     def _find(self, node: c_void_p, params: _Params, bits: dict[bytes, int]) -> None:
         sizes = _argument_sizes(params)
@@ -90,13 +89,13 @@ class MarkedArguments:
             own[i] = ctypes.addressof(self._values[index])
         changed = _Params.from_buffer_copy(params)
         changed.arguments = ctypes.cast(own, POINTER(c_void_p))
-        changed.own = own  # kept
+        changed.own = own  # keeps the memory alive
         self._nodes.append((node, changed))
         self.found |= set(indices.values())
 
 
 def _argument_sizes(params: _Params) -> list[int]:
-    """Returns the bytes of each argument of a node's kernel."""
+    """Returns the size in bytes of each argument of a node's kernel."""
     name, kernel = ("cuFuncGetParamInfo", params.func) if params.func else ("cuKernelGetParamInfo", params.kern)
     offset, size, sizes = c_size_t(), c_size_t(), list[int]()
     while _call(name, c_void_p(kernel), c_size_t(len(sizes)), byref(offset), byref(size)) == 0:
@@ -124,7 +123,7 @@ def _call(name: str, *arguments: Any) -> int:
 
 @cache
 def _driver() -> Any:
-    """The driver's library; None where there is none with all that is asked of it."""
+    """Returns the driver's library; None if it is missing or lacks a needed function."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

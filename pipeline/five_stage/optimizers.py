@@ -10,13 +10,13 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 
 def steps_on(optimizer: torch.optim.Optimizer, sharded: nn.Module) -> bool:
-    """Returns whether the optimizer updates tables itself, as it does data-parallel ones."""
+    """Whether the optimizer updates tables itself, as it does with data-parallel ones."""
     own = {id(parameter) for _, parameter in in_backward_optimizer_filter(sharded.named_parameters())}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def communicates(optimizer: Any) -> bool:
-    """Returns whether a step has collectives, as far as it is known for TorchRec's optimizers."""
+    """Whether a step has collectives, as far as known for TorchRec's optimizers."""
     if isinstance(optimizer, CombinedOptimizer):
         return any(communicates(part) for _, part in optimizer.optimizers)
     if isinstance(optimizer, GradientClippingOptimizer) and optimizer._enable_global_grad_clip:

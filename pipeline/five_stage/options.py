@@ -15,14 +15,14 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ENOUGH = 32
 
 
-@dataclass(kw_only=True, frozen=True)  # without slots: classes that inherit from two such bases could not have them
+@dataclass(kw_only=True, frozen=True)  # without slots: a class could not inherit from two such bases with slots
 class HostSwitches:
-    """A switch for each cost of the host that the pipeline removes, all of them off."""
+    """One switch for each host cost that the pipeline removes, all of them off."""
 
     avoid_record_streams: bool = False
     """Keep tensors that cross streams alive by references instead of record_stream; see FiveStagePipeline.
 
-    NCCL's own calls torch has left out by default since 2.9, and one call of TorchRec's is out of reach, on the result
+    torch has omitted NCCL's own calls by default since 2.9, and one call of TorchRec's cannot be removed, on the result
     of the pooled all-to-all (comm_ops.py, Request._wait_impl).
     """
     pinned_d2h: bool = False
@@ -53,9 +53,9 @@ class HostSwitches:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FiveStageOptions(HostSwitches):
-    """The optimisations. All but the CUDA graph change nothing that a model could see, whatever the model.
+    """The optimisations. Except for the CUDA graph, none changes anything that any model could observe.
 
-    ValueError where a field is none of its allowed values.
+    ValueError if a field has a value that is not allowed.
     """
 
     avoid_record_streams: bool = True
@@ -67,25 +67,25 @@ class FiveStageOptions(HostSwitches):
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
-            # By type too: True is no number of threads.
+            # Compares types too, because True is not a number of threads.
             if not any(type(value) is type(one) and value == one for one in allowed):
                 values = " or ".join(map(repr, allowed))
                 raise ValueError(f"FiveStageOptions.{name} must be {values}, not {value!r}")
         if self.graphs_iterations and self.launch_threads == 2:
             raise ValueError(
-                f"FiveStageOptions(cuda_graph={self.cuda_graph!r}) launches an iteration at once: set launch_threads=1"
+                f"FiveStageOptions(cuda_graph={self.cuda_graph!r}) replays whole iterations: set launch_threads=1"
             )
 
 
 def few_queues(options: FiveStageOptions, device_type: str) -> str | None:
-    """Returns why the kernels of two launching threads may wait for one another on the GPU; None if they may not."""
+    """Returns why the kernels of two launching threads may wait for one another on the GPU; None if they cannot."""
     if options.launch_threads == 1 or device_type != "cuda":
         return None
     connections = os.environ.get(_CONNECTIONS)
     if connections is not None and connections.strip().isdecimal() and int(connections) >= _ENOUGH:
         return None
     return (
-        f"launch_threads=2 has collectives of several communicators in flight, and {_CONNECTIONS} is "
+        f"launch_threads=2 has collectives of several communicators in flight, but {_CONNECTIONS} is "
         f"{connections or 'not set'}: set {_CONNECTIONS}={_ENOUGH} in the environment before CUDA starts, or one of "
-        "them may stand in a hardware queue after another that waits for it, without end"
+        "them may queue behind another that waits for it, which is a deadlock"
     )

@@ -1,8 +1,7 @@
 """A test, made once, before any batch is padded: whether tokens after the last one change a model's results.
 
-A graph has room for a number of tokens, and most batches have fewer. Rows after the last token belong to no sequence:
-offsets end before them. A model that reads them nevertheless, by a mean over all rows or by their number, must not be
-padded.
+A graph has a capacity for tokens, and most batches have fewer. Rows after the last token belong to no sequence: offsets
+end before them. A model that reads them nevertheless, by a mean over all rows or by their number, must not be padded.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +14,23 @@ from .batch_fields import leaves
 from .embedding_outputs import EmbeddingOutputs
 
 _MORE = 8  # rows
-_RTOL = 1e-4  # of sums in another order, as products of other shapes have
+_RTOL = 1e-4  # for sums in another order, as in products of other shapes
 _INSTEAD = "pad to a fixed length first (to_padded_dense), or sum over sequences by their offsets"
 
 Run = Callable[[EmbeddingOutputs], tuple[Any, list[Tensor | None]]]
-"""((losses, output, gradients of weights), gradients of values)."""
+"""Returns ((losses, output, gradients of weights), gradients of values)."""
 
 
 def why_padding_matters(
     model: nn.Module, run: Run, outputs: EmbeddingOutputs, put_back: Callable[[], None]
 ) -> str | None:
-    """Returns the difference in the dense part's results when rows are added after the last token; None without one.
+    """Returns how the dense part's results change if rows are added after the last token; None if they do not.
 
-    Runs it unchanged, with zeros after the last token, with noise in place of the vectors, and with noise and, where
-    the model gets ids, some of the batch. put_back: restores the state that a run changes. Reads the device.
+    Runs it unchanged, with zeros after the last token, with noise instead of zeros, and with noise and, if the model
+    receives ids, some of the batch's ids. put_back: restores the state that a run changes. Reads the device.
     """
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        return "SyncBatchNorm exchanges between ranks, which may not all try"
+        return "SyncBatchNorm exchanges between ranks, of which not all may run this test"
     noise = [
         torch.randn(_MORE, *values.shape[1:], dtype=values.dtype, device=values.device) for values in outputs.values
     ]
@@ -54,7 +53,7 @@ def why_padding_matters(
 
 
 def _ids_of(ids: Tensor) -> Tensor:
-    """Returns ids to put after the last one, as another batch may name them: from `ids`, as different as possible."""
+    """Returns ids to put after the last one, as another batch might: from `ids`, as different as possible."""
     found = ids.unique(dim=0)
     if not len(found):
         found = torch.ones(1, *ids.shape[1:], dtype=ids.dtype, device=ids.device)
@@ -64,7 +63,7 @@ def _ids_of(ids: Tensor) -> Tensor:
 def _padded(
     outputs: EmbeddingOutputs, more: Sequence[Tensor], ids_after: Sequence[Tensor] | None = None
 ) -> EmbeddingOutputs:
-    """more: number of rows after the last vectors. ids_after: after the last ids; zeros where none are given."""
+    """Returns padded outputs. more: rows to add after the last vectors. ids_after: ids to add; zeros by default."""
     values = [
         torch.cat([values, rows]) if jagged else values
         for values, rows, jagged in zip(outputs.values, more, outputs.jagged, strict=True)

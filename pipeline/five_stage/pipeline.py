@@ -1,7 +1,7 @@
-"""A training pipeline for TorchRec models in the place of TrainPipelineSparseDist, made to cost the host little.
+"""A training pipeline for TorchRec models that replaces TrainPipelineSparseDist, with little work for the host.
 
-1 input dist               of batch i+1, beside stages 2 to 5 of batch i; batch i+2 is copied to the device meanwhile
-2 embedding forward        lookup and all-to-all of the pooled vectors; cached_tables.py has what comes after it
+1 input dist               of batch i+1, beside stages 2 to 5 of batch i; meanwhile batch i+2 is copied to the device
+2 embedding forward        lookup and all-to-all of the pooled vectors; cached_tables.py describes what follows it
 3 dense forward/backward   everything else in the model's forward, the loss, and the backward down to the pooled vectors
 4 embedding backward       all-to-all of their gradient and the fused table update
 5 dense update             the user's optimizer, beside 4
@@ -24,7 +24,7 @@ from .dense_update import DenseUpdate
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .feature_processors import FeatureProcessors
 from .graph_obstacles import why_not_graphed
-from .groups import ready_group
+from .groups import give_back, ready_group
 from .in_flight import InFlight
 from .incoming import Incoming
 from .input_dist import InputDist, Step
@@ -49,16 +49,16 @@ _DEFAULTS = FiveStageOptions()
 class FiveStagePipeline(Generic[In, Out]):
     """Trains as TrainPipelineSparseDist does, from the same model, optimizer and batches.
 
-    model(batch) gives (losses, output); the KJT that the model hands to each of its sharded modules is the batch or a
-    field of it. Between calls nothing in the model is replaced: it can be called, saved and loaded, and another
-    pipeline can evaluate it.
+    model(batch) returns (losses, output); the KJT that the model passes to each of its sharded modules is the batch or
+    a field of it. Between calls the model is unmodified: it can be called, saved and loaded, and another pipeline can
+    evaluate it.
 
     Without record_stream the caching allocator does not know which streams read a batch: this class keeps references to
     what is read, and has streams wait before its memory is used again. README.md draws the four streams ("Whose memory
     a batch is").
 
-    launch_threads=2 has kernels of several communicators in flight, in an order that differs between ranks. They must
-    not queue after one another for want of hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
+    With launch_threads=2, kernels of several communicators are in flight, in an order that differs between ranks. They
+    must not share hardware queues: set CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class FiveStagePipeline(Generic[In, Out]):
         device: torch.device,
         options: FiveStageOptions = _DEFAULTS,
     ) -> None:
-        """Collective over the model's ranks. ValueError where the model has no sharded module, or one of a kind that
-        sharded_modules.TAKEN has not."""
+        """Collective over the model's ranks. ValueError if the model has no sharded module, or one of a kind that is
+        not in sharded_modules.TAKEN."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
@@ -81,12 +81,12 @@ class FiveStagePipeline(Generic[In, Out]):
         processed = any(one.has_processors for one in self._modules)
         self._update_last = processed or any(steps_on(optimizer, one.module) for one in self._modules)
         self._thread: LaunchingThread | None = None
-        group = None
+        self._group = None
         if options.launch_threads == 2:
-            group = ready_group(model._env.process_group, device)
+            self._group = ready_group(model._env.process_group, device)
             self._thread = LaunchingThread("five-stage", device)
         self._update_on_thread = self._thread is not None and not self._update_last and not communicates(optimizer)
-        self._input_dists = InputDist(self._modules, device, group, options.pinned_d2h)
+        self._input_dists = InputDist(self._modules, device, self._group, options.pinned_d2h)
         self._end = end = BatchEnd(model._env.process_group, options.uneven_end)
         holds = options.avoid_record_streams or options.graphs_iterations
         self._incoming = Incoming[In](device, self._streams, self._input_dists, end, options.pinned_d2h, holds)
@@ -111,17 +111,16 @@ class FiveStagePipeline(Generic[In, Out]):
                 self._graph_update()
         # DistributedDataParallel reduces their gradients with all others: stages 3 and 4 are one backward then.
         self._joined = processed and not graphed
-        if (why := few_queues(options, device.type)) is not None:
-            self._switches.warn("%s", why)
+        self._switches.warn_if("%s", few_queues(options, device.type))
         self._updated: torch.cuda.Event | None = None
         self._failed = self._closed = self._trained = False
 
     def progress(self, batches: Iterator[In]) -> Out:
-        """Trains on the next batch, or in eval mode only runs the model on it; its output. Reads two batches ahead.
+        """Trains on the next batch, or in eval mode only runs the model; returns its output. Reads two batches ahead.
 
-        StopIteration when `batches` has ended and every batch read has come out; ValueError on every rank where other
-        ranks had more or fewer, unless options.uneven_end says otherwise. An exception from within, of either thread,
-        leaves the iteration unfinished: the pipeline takes no more batches then.
+        StopIteration after `batches` has ended and every batch read has been returned; ValueError on every rank if
+        ranks have different numbers of batches, unless options.uneven_end says otherwise. An exception within, of
+        either thread, leaves the iteration unfinished: the pipeline then accepts no more batches.
         """
         if self._failed or self._closed:
             raise RuntimeError(
@@ -133,14 +132,14 @@ class FiveStagePipeline(Generic[In, Out]):
             in_flight = self._incoming.in_flight
             if self._lookups is None and in_flight:
                 self._find_inputs(in_flight[0])
-            # Backward passes run on this thread: while they were handed to autograd's own, a trace on 4 x H200 had 0.57
+            # Backward passes run on this thread: when they ran on autograd's own thread, a trace on 4 x H200 had 0.57
             # ms around the embedding backward in which neither thread launched anything.
             with torch.autograd.set_multithreading_enabled(False):
                 output = self._iteration(batches) if in_flight else None
         except BaseException as error:
             self._failed = True
             if isinstance(error, StopIteration):
-                raise RuntimeError("StopIteration within an iteration, which is no end of the batches") from error
+                raise RuntimeError("StopIteration within an iteration, which is not the end of the batches") from error
             if isinstance(error, torch.OutOfMemoryError) and self._graph is not None:
                 error.add_note(self._graph.what_it_holds)
             raise
@@ -152,7 +151,7 @@ class FiveStagePipeline(Generic[In, Out]):
 
     @property
     def switched_off(self) -> dict[str, str]:
-        """Options that were asked for and are off, or off in part, and why; as far as it is known by now."""
+        """Requested options that are off, or partly off, with the reasons known so far."""
         why = [self._not_whole, getattr(self._by_graph or self._graph, "why_eager", None)]
         if self._graphed_update is not None and self._graphed_update.why_not is not None:
             why.append(f"the dense update: {self._graphed_update.why_not}")
@@ -165,30 +164,35 @@ class FiveStagePipeline(Generic[In, Out]):
         return {} if self._by_graph is None else self._by_graph.describe()
 
     def close(self) -> None:
-        """Drops the batches in flight, ends the launching thread and destroys the graphs. Also at the end of a `with`
-        block. Before the process group is destroyed: NCCL waits for graphs that have captured its collectives."""
-        if self._thread is not None:
-            # After a failure the thread may be in a collective that no other rank enters.
+        """Drops the batches in flight, ends the launching thread, destroys the graphs and leaves the process groups to
+        later pipelines. Also at the end of a `with` block; not the groups after an error there, which other ranks may
+        not have. To be called on all ranks after the same batch, before the process group is destroyed: NCCL waits for
+        graphs that have captured its collectives."""
+        self._close(groups=True)
+
+    def _close(self, groups: bool) -> None:
+        if self._thread is not None:  # after a failure maybe in a collective that no other rank enters
             self._thread.close(wait=not self._failed)
         self._closed = True
-        if not self._failed:
-            for of in self._incoming.in_flight:
-                self._caches.drop(of.rows)
+        for of in self._incoming.in_flight if not self._failed else ():
+            self._caches.drop(of.rows)
         self._incoming.drop()
         trimmed = [one.collection for one in self._modules if self._trained and hasattr(one.collection, "graphed")]
         for graphed in (self._by_graph, self._graph, self._graphed_update, *trimmed):
-            if graphed is not None and not self._failed:  # which waits for the device
+            if graphed is not None and not self._failed:  # closing waits for the device
                 graphed.close()
+        if groups and not self._failed:
+            give_back(self._end.last_group(), self._group, getattr(self._graph, "group", None))
 
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # An Exception between calls, StopIteration above all, leaves no iteration unfinished: it is no failure. What
-        # ends a process may reach other ranks within an iteration, whose end this one must not wait for.
+        # An Exception between calls, StopIteration above all, leaves no iteration unfinished: it is not a failure. An
+        # exit of the process may hit other ranks within an iteration, whose end this rank must not wait for.
         self._failed = self._failed or not isinstance(error, Exception | None)
         try:
-            self.close()
+            self._close(groups=isinstance(error, StopIteration | None))
         except RuntimeError as closing:
             if error is None:
                 raise
@@ -203,7 +207,7 @@ class FiveStagePipeline(Generic[In, Out]):
             self._trained = True
             inside = self._by_graph is not None and self._by_graph.updates
             if not inside:
-                self._zero_grad()  # and the tables' learning rate from the optimizer to the lookup
+                self._zero_grad()  # also passes the tables' learning rate from the optimizer to the lookup
             if self._by_graph is not None:
                 if (why := self._by_graph.why_not_now(now, ahead)) is None:
                     return (self._whole_iteration(self._by_graph, now, ahead, batches),)
@@ -233,7 +237,7 @@ class FiveStagePipeline(Generic[In, Out]):
     def _whole_iteration(
         self, graph: IterationGraph, now: InFlight[In], ahead: InFlight[In] | None, batches: Iterator[In]
     ) -> Out:
-        """All stages by one graph, but for the dense update where that is not in it."""
+        """Runs all stages by one graph, except the dense update if that is not in the graph."""
 
         def distribute() -> None:
             self._streams.hold("input_dist", self._streams.mark())  # collectives after those of the last graph
@@ -257,7 +261,7 @@ class FiveStagePipeline(Generic[In, Out]):
             self._graph.gradients.zero(self._optimizer.zero_grad)
 
     def _launch_input_dist(self, ahead: InFlight[In] | None) -> "Future[None] | None":
-        """All of it on the second thread; with one thread as much as waits for nothing."""
+        """Launches all of it on the second thread; with one thread, only as much as waits for nothing."""
         if ahead is None:
             return None
         if self._thread is not None:
@@ -276,10 +280,9 @@ class FiveStagePipeline(Generic[In, Out]):
     def _embedding_forward(self, now: InFlight[In]) -> EmbeddingOutputs:
         with stage("embedding_forward", self._device):
             self._streams.wait(now.distributed)
-            distribution = now.distribution
-            assert self._lookups is not None
+            distribution, lookups = now.distribution, cast(Lookups, self._lookups)
             self._streams.record(now.batch, *distribution.contexts, *distribution.features)
-            called, train = self._lookups.called, self._model.training
+            called, train = lookups.called, self._model.training
             with (
                 self._replicated.looked_up() if train else nullcontext(),
                 self._caches.looked_up(called, now.rows, train),
@@ -287,11 +290,11 @@ class FiveStagePipeline(Generic[In, Out]):
                 awaited = self._processors.look_up(called, distribution.contexts, distribution.features)
             if self._caches:
                 self._streams.hold("fetch", self._streams.mark())
-            return EmbeddingOutputs(self._lookups.names, [output.wait() for output in awaited])
+            return EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
 
     def _fetch(self, ahead: InFlight[In], distributing: "Future[None] | None") -> None:
         """Fetches rows of the next batch into caches, for which the host waits here for its input dist. The caches may
-        be used again after `_fetched`; cached_tables.py tells the order."""
+        be used again after `_fetched`; cached_tables.py describes the order."""
         if distributing is not None:
             distributing.result()
         self._input_dist(ahead, "features")
@@ -305,8 +308,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self, now: InFlight[In], outputs: EmbeddingOutputs, train: bool
     ) -> tuple[Out, list[Tensor | None]]:
         with stage("dense_forward_backward", self._device):
-            features, lookups = now.features, self._lookups
-            assert lookups is not None
+            features, lookups = now.features, cast(Lookups, self._lookups)
             if not train:
                 return lookups.call(self._model, now.batch, features, outputs)[1], []
             if self._graph is not None:
@@ -337,7 +339,7 @@ class FiveStagePipeline(Generic[In, Out]):
             self._updated = self._streams.mark("dense_update")
 
     def _update(self, outputs: EmbeddingOutputs, grads: list[Tensor | None]) -> None:
-        """Runs stage 5 beside stage 4, but after it where the optimizer waits for table gradients."""
+        """Runs stage 5 beside stage 4, but after it if the optimizer needs table gradients."""
         gradients = self._streams.mark()
         if self._thread is not None and self._update_on_thread:
             updating = self._thread.submit(self._dense_update, gradients)
@@ -379,14 +381,14 @@ class FiveStagePipeline(Generic[In, Out]):
             self._switches.half_a_thread(self._update_last)
 
     def _no_iteration(self, why: str) -> None:
-        """Goes on with a graph of the dense part, where that is what the options say, and ValueError otherwise."""
+        """Falls back to a graph of the dense part if the options allow it; otherwise raises ValueError."""
         if self._options.cuda_graph == "iteration":
             raise ValueError(refusal(why))
         if self._by_graph is not None:
             self._by_graph.close()
         self._by_graph, self._incoming.graph, self._whole = None, None, False
         if self._graph is not None:
-            self._graph.own_graphs = True
+            self._graph.capture_alone()
             self._graph_update()
         self._not_whole = f"for whole iterations, and on for the dense part: {why}"
         self._switches.warn("cuda_graph is off %s", self._not_whole)
@@ -394,5 +396,4 @@ class FiveStagePipeline(Generic[In, Out]):
     def _graph_update(self) -> None:
         assert self._graph is not None
         self._graphed_update = DenseUpdate(self._optimizer, self._graph.parameters, self._device)
-        if (why := self._graphed_update.why_not) is not None:
-            self._switches.warn("cuda_graph is off for the dense update: %s", why)
+        self._switches.warn_if("cuda_graph is off for the dense update: %s", self._graphed_update.why_not)

@@ -71,15 +71,35 @@ RATE_MOVES = Reason(
 NO_GPU = Reason("CUDA graphs need a GPU; the pipeline's device is {device}")
 NO_DDP = Reason("the dense part is wrapped by {kind}, not by DistributedDataParallel")
 COMM_HOOK = Reason("DistributedDataParallel has a communication hook, and a graphed all-reduce would leave it out")
+UNUSED = Reason(
+    "DistributedDataParallel has find_unused_parameters=True, by which a parameter may have a gradient on some ranks "
+    "only, and graphs publish the same ones everywhere: use every parameter in every batch, and leave it out"
+)
+IGNORED = Reason(
+    "DistributedDataParallel ignores {parameter}, whose gradients differ between ranks then, and a graphed all-reduce "
+    "averages all: freeze it, or leave it out of params_to_ignore"
+)
+MIXED = Reason("DistributedDataParallel has {option}, and a graphed all-reduce would leave it out")
 TRACKED = Reason("a model tracker counts the calls of the model, of which a graph makes none")
 SHARED_PARAMETER = Reason("{parameter} is a parameter of the feature processors of {module} too: give each its own")
 MODULE_HOOKS = Reason("hooks of {module} ({kind}) would run at captures only: remove them")
+LATE_HOOKS = Reason(
+    "hooks of {module} were added, or removed, after the pipeline was made, of which its graphs know nothing: make a "
+    "new pipeline"
+)
+OWN_COLLECTIVES = Reason(
+    "the model's own forward or backward exchanges between ranks, on some rank, and graphs of the dense part are "
+    "replayed by some ranks and not by others: exchange in a hook marked by runs_in_graphs, or after progress()"
+)
 IN_BACKWARD = Reason(
     "{parameter} is updated in the backward (apply_optimizer_in_backward), which no graph does: give it to the "
     "optimizer"
 )
 GRADIENT_HOOKS = Reason(
     "{parameter} has gradient hooks, which a graph would not call: change gradients in the optimizer's step"
+)
+OBJECT = Reason(
+    "{field} is a {kind}, whose values a graph cannot compare: give numbers, strings, arrays or tensors as fields"
 )
 READS_DEVICE = Reason("{line} reads the device from the host, which no graph can: {instead}")
 READS_KJT = Reason(
@@ -96,6 +116,11 @@ DOES_MORE = Reason(
 NOT_CAPTURABLE = Reason(
     "it is {kind}'s, which has no option `capturable`; Adam, AdamW, SGD and Adagrad are captured as they are"
 )
+OWN_STEP = Reason(
+    "{kind} has a step of its own, which may do more than that of torch's class: if it only launches kernels, say so, "
+    "`runs_in_graphs = True` in the class, or set capturable=True"
+)
+HOST_STATE = Reason("{kind} keeps its state {state} on the host: set capturable=True")
 COMPLEX = Reason("{kind} has complex parameters")
 WATCHED = Reason("hooks, or a step that somebody has put in its place, wait for calls of the optimizer's step")
 
@@ -140,14 +165,19 @@ SECTIONS = (
         "The model",
         "An error; graphs of the dense part do not hold it either.",
         (
-            *(NO_GPU, NO_DDP, COMM_HOOK, TRACKED, SHARED_PARAMETER, MODULE_HOOKS, IN_BACKWARD, GRADIENT_HOOKS),
-            *(READS_DEVICE, READS_KJT),
+            *(NO_GPU, NO_DDP, COMM_HOOK, UNUSED, IGNORED, MIXED, TRACKED, SHARED_PARAMETER, MODULE_HOOKS, LATE_HOOKS),
+            *(IN_BACKWARD, GRADIENT_HOOKS, OBJECT, READS_DEVICE, READS_KJT),
         ),
+    ),
+    Section(
+        "Graphs of the dense part alone",
+        'Off under `cuda_graph="dense"`, on all ranks; the graph of an iteration holds it.',
+        (OWN_COLLECTIVES,),
     ),
     Section(
         "Optimizers of dense weights",
         "The dense update runs after the graph, which holds all else.",
-        (DOES_MORE, NOT_CAPTURABLE, COMPLEX, WATCHED),
+        (DOES_MORE, OWN_STEP, NOT_CAPTURABLE, HOST_STATE, COMPLEX, WATCHED),
     ),
     Section(
         "Iterations",

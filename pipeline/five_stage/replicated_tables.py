@@ -1,7 +1,7 @@
 """Data-parallel tables without DistributedDataParallel, beside the graph of a whole iteration.
 
-TorchRec wraps their lookups by DDP, whose hooks and buckets no capture takes. Here the lookup within it runs over
-leaves of now, and their gradients go where those of the dense part go: to one all-reduce, and the user's optimizer.
+TorchRec wraps their lookups in DDP, whose hooks and buckets cannot be captured. Here the wrapped lookup runs over new
+leaves, and their gradients join those of the dense part: in one all-reduce, and in the user's optimizer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from .sharded_modules import Sharded
 
 @contextmanager
 def leaves_of_now(kernels: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts new leaves over the same memory in the place of the kernels' parameters within the block. Autograd waits for
-    the stream on which a leaf was first used, as long as anything holds its node, and that is not the capturing one."""
+    """Replaces the kernels' parameters, within the block, by new leaves over the same memory. Autograd waits for the
+    stream on which a leaf was first used, as long as anything holds its node, and that is not the capturing one."""
     before = [dict(kernel._parameters) for kernel in kernels]
     for kernel, parameters in zip(kernels, before, strict=True):
         for name, of in parameters.items():
@@ -33,7 +33,7 @@ def leaves_of_now(kernels: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class ReplicatedTables:
-    """Those of all sharded modules."""
+    """The data-parallel tables of all sharded modules."""
 
     def __init__(self, modules: Sequence[Sharded]) -> None:
         self._wrapped: list[DistributedDataParallel] = [
@@ -47,7 +47,7 @@ class ReplicatedTables:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """FBGEMM's, one for several tables; an optimizer has slices of them."""
+        """FBGEMM's parameters, one for several tables; an optimizer has slices of them."""
         return [kernel.weights for kernel in self._kernels]
 
     @contextmanager
@@ -59,5 +59,5 @@ class ReplicatedTables:
             yield
 
     def gradients(self) -> list[Tensor]:
-        """Returns those of `parameters`, after the embedding backward; zeros where it came to none."""
+        """Returns the gradients of `parameters`, after the embedding backward; zeros for those without one."""
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NoReturn
 
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed import DistributedModelParallel
@@ -14,7 +16,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.types import LazyNoWait, ShardedModule
 
-from .batch_fields import Path, find_path, forwards_replaced, snapshot
+from .batch_fields import Path, copy_of, find_path, forwards_replaced, snapshot
 
 TAKEN = (
     ShardedEmbeddingBagCollection,
@@ -33,7 +35,7 @@ class Sharded:
 
     @property
     def collection(self) -> Any:
-        """The module that has the input dists and the tables; a feature processor's is within it."""
+        """The module with the input dists and the tables; for feature processors, the module inside."""
         return self.module._embedding_bag_collection if self.has_processors else self.module
 
     @property
@@ -48,8 +50,8 @@ class Sharded:
 
 
 def sharded_modules(model: DistributedModelParallel) -> list[Sharded]:
-    """Returns the sharded modules of the model, the outermost ones. ValueError where there are none, others than
-    TAKEN, or ones that would train something else."""
+    """Returns the outermost sharded modules of the model. ValueError if there are none, others than TAKEN, or ones that
+    would train something else."""
     if isinstance(model, DMPCollection):
         raise ValueError("FiveStagePipeline has no 2D parallelism: wrap the model by DistributedModelParallel")
     found = [
@@ -72,14 +74,15 @@ def sharded_modules(model: DistributedModelParallel) -> list[Sharded]:
 
 
 def find_inputs(model: nn.Module, modules: list[Sharded], batch: Any, device: torch.device) -> dict[Sharded, Path]:
-    """Finds the place in `batch`, on `device`, of the KJT that `model(batch)` passes to each module, in the order of
+    """Finds the path in `batch`, on `device`, of the KJT that `model(batch)` passes to each module, in the order of
     calls.
 
     Calls the model, without gradients, until all modules have been called; each call returns zeros. Random numbers and
-    buffers are restored afterwards. Modules that are not called are left out. ValueError where none is, or one twice,
-    or one with a KJT that the batch does not hold unchanged.
+    buffers are restored afterwards. Modules that are not called are left out. ValueError if no module is called, or one
+    twice, or one with a KJT that is not an unchanged part of the batch.
     """
     paths: dict[Sharded, Path] = {}
+    batch = copy_of(batch)  # a forward may change it in place, before it trains on it
     put_back = snapshot(model, [one.module for one in modules], device)
 
     def arrives_at(one: Sharded) -> Callable[..., Any]:
@@ -112,7 +115,7 @@ def find_inputs(model: nn.Module, modules: list[Sharded], batch: Any, device: to
 
 
 def refuse_call(one: Sharded) -> Callable[..., NoReturn]:
-    """Returns a forward for a module that the first batch did not come to."""
+    """Returns a forward for a module that the first batch did not reach."""
 
     def forward(*_: Any, **__: Any) -> NoReturn:
         raise ValueError(
@@ -123,22 +126,22 @@ def refuse_call(one: Sharded) -> Callable[..., NoReturn]:
     return forward
 
 
-class _ArrivedError(BaseException):  # not an Exception: a model that catches those must not catch this
+class _ArrivedError(BaseException):  # not an Exception, so that a model's `except Exception` does not catch it
     def __init__(self, problem: str | None) -> None:
         self.problem = problem
 
 
 def _twice(one: Sharded) -> str:
     return (
-        f"the model calls {one.name} twice with one batch: TorchRec's pipelines and this one look up once. Give it the "
-        "features of both calls as one KJT, or shard a second module"
+        f"the model calls {one.name} twice with one batch, but TorchRec's pipelines and this one look up once: give it "
+        "the features of both calls as one KJT, or shard a second module"
     )
 
 
 def _no_field(one: Sharded, features: Any, batch: Any) -> str:
     return (
-        f"the model gives {one.name} a {type(features).__name__} that is no field of the batch "
-        f"({type(batch).__name__}): compute it before the batch comes to the pipeline, whose input dist of the next "
+        f"the model passes {one.name} a {type(features).__name__} that is not a field of the batch "
+        f"({type(batch).__name__}): compute it before the batch reaches the pipeline, whose input dist of the next "
         "batch runs before the model sees it"
     )
 
@@ -151,11 +154,24 @@ def _zeros(one: Sharded, features: KeyedJaggedTensor) -> KeyedTensor | dict[str,
         for name in (name for names in one.module._embedding_names_per_sharding for name in names):
             of = features[name.split("@")[0]]
             weights = of.values() if one.module._need_indices else None
-            values = torch.zeros(of.values().numel(), dim, device=device)
+            values = torch.zeros(of.values().numel(), dim, dtype=_dtype(one), device=device)
             result[name] = JaggedTensor(values=values, lengths=of.lengths(), weights=weights)
         return result
     collection = one.collection
     names, dims = collection._embedding_names, collection._embedding_dims
     inverse = features.inverse_indices_or_none()
     rows = features.stride() if inverse is None else inverse[1].numel() // len(inverse[0])
-    return KeyedTensor(names, dims, torch.zeros(rows, sum(dims), device=device))
+    return KeyedTensor(names, dims, torch.zeros(rows, sum(dims), dtype=_dtype(one), device=device))
+
+
+def _dtype(one: Sharded) -> torch.dtype:
+    """Returns the type of the vectors that a module gives, that of all its tables together."""
+    if isinstance(one.module, ShardedEmbeddingCollection):
+        shardings = list(one.module._sharding_type_to_sharding.values())
+    else:
+        shardings = one.collection._embedding_shardings
+    groups = [
+        group for sharding in shardings for rank in sharding._grouped_embedding_configs_per_rank for group in rank
+    ]
+    dtypes = [(group.fused_params or {}).get("output_dtype", SparseType.FP32).as_dtype() for group in groups]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32

@@ -1,14 +1,14 @@
-"""The splits of a whole input dist, in one all-to-all and at most one read by the host.
+"""Exchanges the splits of a whole input dist, with one all-to-all and at most one host read.
 
-TorchRec's input dist of a KJT is two steps: ranks tell each other the splits, then lengths and values travel. Its own
-code reads from the device, each time with a stream sync: the splits received (dist_data.py, SplitsAllToAllAwaitable),
-the lengths per key of what arrived (jagged_tensor.py, dist_init), and where ids were bucketized by rows those of what
-is sent (dist_splits); and it makes a tensor of every list of splits and of the recat by a blocking copy. Here each rank
-sends the lengths per key themselves. They say all of that: one all-to-all of them, one asynchronous copy into pinned
-memory, one event to wait for when the splits are needed.
+TorchRec's input dist of a KJT has two steps: ranks tell each other the splits, then lengths and values are exchanged.
+Its own code reads from the device, each time with a stream sync: the received splits (dist_data.py,
+SplitsAllToAllAwaitable), the lengths per key of the received KJT (jagged_tensor.py, dist_init), and if ids were
+bucketized by rows those of the sent one (dist_splits); and it makes a tensor of every list of splits and of the recat
+by a blocking copy. Here each rank sends the lengths per key themselves, which contain all of that: one all-to-all, one
+asynchronous copy into pinned memory, and one event to wait for when the splits are needed.
 
-What stays, because it cannot be reached from outside TorchRec: a KJT that comes without its lengths per key and already
-on the device is read by KeyedJaggedTensor.permute and split, as the very first batch's is.
+One read remains, because it cannot be reached from outside TorchRec: a KJT that arrives on the device without its
+lengths per key is read by KeyedJaggedTensor.permute and split, like that of the very first batch.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from .trimmed.batch_size_cache import bound
 
 
 class SplitsExchange:
-    """Replaces KJTAllToAll.forward for the all-to-alls of one input dist after the other."""
+    """Replaces KJTAllToAll.forward for the all-to-alls of an input dist, batch after batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,14 +34,14 @@ class SplitsExchange:
         self._recats: dict[Any, Tensor | None] = {}
 
     def start(self, requests: list["ExchangeRequest"]) -> None:
-        """Launches the exchange for all requests of an input dist, on the current stream. All ranks take part."""
+        """Launches the exchange for all requests of an input dist, on the current stream. Collective."""
         if requests:
             exchanged = _Exchanged(requests, self._order(requests), self._device)
             for index, request in enumerate(requests):
                 request.exchanged, request.index, request.recat_of = exchanged, index, self._recat
 
     def _order(self, requests: list["ExchangeRequest"]) -> Tensor:
-        """Positions in [lengths per key of all requests the host knows, strides, those it does not know] by rank."""
+        """Returns positions, by rank, in [lengths per key of all requests known on the host, strides, unknown ones]."""
         key = tuple((*request.splits, request.on_host is None) for request in requests)
         if key not in self._positions:
             bound(self._positions)
@@ -59,14 +59,14 @@ class SplitsExchange:
 
 
 class ExchangeRequest(Awaitable[KJTAllToAllTensorsAwaitable]):
-    """One KJT in exchange; its `wait()` launches the all-to-alls of lengths and values."""
+    """One KJT being exchanged; its `wait()` launches the all-to-alls of lengths and values."""
 
     exchanged: "_Exchanged"
     index: int
     recat_of: Any
 
     def __init__(self, features: KeyedJaggedTensor, all_to_all: KJTAllToAll, group: dist.ProcessGroup) -> None:
-        """group: for all its collectives. all_to_all: whose place this takes."""
+        """group: for all its collectives. all_to_all: the module that this replaces."""
         super().__init__()
         self.features, self.group = features, group
         self.splits, self.stagger = all_to_all._splits, all_to_all._stagger
@@ -74,7 +74,7 @@ class ExchangeRequest(Awaitable[KJTAllToAllTensorsAwaitable]):
         self.on_host: list[int] | None = features.length_per_key_or_none()
 
     def lengths_per_key(self) -> Tensor:
-        """int64 [keys], on the device, computed there."""
+        """Returns the lengths per key, int64 [keys], computed on the device."""
         features = self.features
         return features.lengths().view(len(features.keys()), features.stride()).sum(dim=1, dtype=torch.int64)
 
@@ -88,9 +88,9 @@ class _Counts:
     """The result of one request's exchange, on the host."""
 
     sent: list[list[int]]
-    """[rank][key]: ids of each key that go to each rank."""
+    """[rank][key]: number of ids of each key that go to each rank."""
     received: list[list[int]]
-    """[rank][key]: ids of each of this rank's keys that come from each rank."""
+    """[rank][key]: number of ids of each of this rank's keys that come from each rank."""
     strides: list[int]
     """[rank]: batch size of each rank."""
 
@@ -144,11 +144,11 @@ class _Exchanged:
 
 
 class _KJTOnItsWay(KJTAllToAllTensorsAwaitable):
-    """Lengths and values travelling; `wait()` gives the KJT of this rank's keys, its lengths per key known.
+    """Lengths and values in transit; `wait()` returns the KJT of this rank's keys, with known lengths per key.
 
-    A subclass because TorchRec's sharding contexts take their splits and batch sizes from this type's attributes
-    (embedding_sharding.py, _set_sharding_context_intra_a2a). Its constructor, which blocks to build the recat, and its
-    _wait_impl, which reads lengths from the device, are replaced.
+    A subclass, because TorchRec's sharding contexts read their splits and batch sizes from this type's attributes
+    (embedding_sharding.py, _set_sharding_context_intra_a2a). Replaces its constructor, which blocks to build the recat,
+    and its _wait_impl, which reads lengths from the device.
     """
 
     def __init__(self, request: ExchangeRequest, counts: _Counts, recat: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """The step of one torch optimizer as a CUDA graph.
 
-The graph runs what the step runs, on the memory of the user's parameters, gradients and state. Step counts that are on
-the host stay there and are counted by the host: whoever reads or loads the optimizer's state sees no difference. The
+The graph runs the step's work, on the memory of the user's parameters, gradients and state. Step counts that are on the
+host stay there and the host counts them: code that reads or loads the optimizer's state sees no difference. The
 learning rate is frozen with the other numbers until it changes; from then on the graph reads it from the device.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, NAdam, Optimizer
 from torch.optim.adagrad import adagrad
 from torch.optim.sgd import sgd
 
@@ -20,7 +20,7 @@ from . import reasons
 from .cuda_graph import destroy, record
 
 NATIVE = (Adagrad, SGD)
-"""torch's optimizers whose functions are captured themselves; others are with their option `capturable`."""
+"""torch's optimizers whose functions are captured directly; others are captured with their option `capturable`."""
 WARM_UP = 3
 """Eager steps with the same hyperparameters and memory before one is captured."""
 CHANGED = (
@@ -30,8 +30,14 @@ CHANGED = (
 
 
 def why_never(optimizer: Optimizer) -> str | None:
-    """Says what keeps all steps of this optimizer out of a graph; None if nothing does."""
+    """Returns the obstacle to capturing any step of this optimizer; None without one."""
     kind = type(optimizer).__name__
+    # torch may have put a wrapper in the place of a step that a class inherits: it has the module of what it wraps.
+    of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
+    if not of_torch and "capturable" in optimizer.defaults and not (is_marked(optimizer) or _capturable(optimizer)):
+        return reasons.OWN_STEP(kind=kind)
+    if isinstance(optimizer, NAdam) and not _capturable(optimizer):
+        return reasons.HOST_STATE(kind=kind, state="mu_product")
     if type(optimizer) not in NATIVE and not all("capturable" in group for group in optimizer.param_groups):
         return reasons.NOT_CAPTURABLE(kind=kind)
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
@@ -39,20 +45,29 @@ def why_never(optimizer: Optimizer) -> str | None:
     return None
 
 
+def is_marked(optimizer: Any) -> bool:
+    """Whether the optimizer's class says that its step only launches kernels, on memory that stays."""
+    return bool(getattr(type(optimizer), "runs_in_graphs", False))
+
+
+def _capturable(optimizer: Optimizer) -> bool:
+    return all(group.get("capturable") for group in optimizer.param_groups)
+
+
 class StepWork:
-    """Launches of one optimizer's step, on memory and with numbers that are compared before every step. Its own graph
-    (StepGraph) may hold them, or that of an iteration."""
+    """Launches of one optimizer's step, with memory and numbers that are checked before every step. They may be part of
+    its own graph (StepGraph) or of an iteration's."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """optimizer: one for which why_never finds nothing."""
+        """optimizer: one without an obstacle (why_never)."""
         self._optimizer, self._kind = optimizer, type(optimizer).__name__
         self._frozen: list[Any] = []
         self._rates: list[Any] = []
         self._memory: list[Any] = []
         self._tensors: list[Tensor] = []
-        """Those of `_memory`."""
+        """The tensors in `_memory`."""
         self._layouts: list[Any] = []
-        """Their addresses and layouts: the same parameter may be given other memory (`parameter.data = ...`)."""
+        """Their addresses and layouts: a parameter may move to other memory (`parameter.data = ...`)."""
         self._steps = self._unchanged = 0
         self._counts: list[Tensor] = []
         self._on_device: list[Tensor] = []
@@ -61,10 +76,10 @@ class StepWork:
         self._rates_on_device: list[Tensor] | None = None
 
     def forget(self) -> None:
-        """Called where what a graph has captured is no longer what a step does."""
+        """Called when a captured graph no longer matches the step."""
 
     def before_replay(self) -> None:
-        """Brings to the device what has been loaded into step counts of the host."""
+        """Copies step counts that were loaded on the host to the device."""
         if self._on_device and self._counted != [count._version for count in self._counts]:
             # Loaded in place, as by TorchRec's load_state_dict.
             torch._foreach_copy_(self._on_device, self._counts)
@@ -77,19 +92,20 @@ class StepWork:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether a GradScaler has left the scaling to the optimizer."""
+        """Whether a GradScaler leaves the scaling to the optimizer."""
         return any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
 
     def why_not_now(self) -> str | None:
-        """Says what keeps this step out of a graph; None if nothing does."""
+        """Returns the obstacle to capturing this step; None without one."""
         return self._obstacle() or (CHANGED if self._unchanged < WARM_UP else None)
 
     def prepare(self) -> Callable[[], None]:
-        """Returns what launches a step, for the memory and the numbers that the last look has found."""
+        """Returns a function that launches a step, with the memory and numbers found by the last look."""
         return {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
 
     def look(self) -> None:
-        """Looks for changes, after which it forgets. To be called before every step, with its gradients in place."""
+        """Looks for changes, and calls `forget` if there are any. Must be called before every step, with its gradients
+        in place."""
         self._steps += 1
         state = self._optimizer.state
         frozen: list[Any] = []
@@ -106,8 +122,8 @@ class StepWork:
                     for parameter in value:
                         memory.append(parameter)
                         memory += state[parameter].values() if parameter in state else ()
-                        grads.append(parameter.grad)  # of a slice of tables it is another view each time
-                elif name != "initial_lr":  # a scheduler's own
+                        grads.append(parameter.grad)  # for a slice of tables, a different view each time
+                elif name != "initial_lr":  # owned by a scheduler
                     frozen.append(value)
         same = len(memory) == len(self._memory) and all(map(is_, memory, self._memory))
         if not same:
@@ -117,7 +133,7 @@ class StepWork:
         layouts = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters), *of_grads]
         if not same or layouts != self._layouts or not _equal(frozen, self._frozen):
             self.forget()
-            # Most optimizers make their state in the very first step.
+            # Most optimizers create their state in the very first step.
             self._unchanged = 1 if self._steps == 2 and _equal(frozen, self._frozen) else 0
             self._frozen, self._memory, self._layouts, self._rates = frozen, memory, layouts, rates
             return
@@ -127,7 +143,7 @@ class StepWork:
             self._move_rates()
 
     def _move_rates(self) -> None:
-        """The learning rate alone has changed: it is on the device from now on."""
+        """Moves the learning rate to the device, because it alone has changed."""
         if self._rates_on_device is None:
             self.forget()
             device = self._optimizer.param_groups[0]["params"][0].device
@@ -136,7 +152,7 @@ class StepWork:
             on_device.fill_(rate)
 
     def _obstacle(self) -> str | None:
-        """Raised where a step cannot be captured."""
+        """Returns the reason why a step cannot be captured."""
         if any(isinstance(value, Tensor) for value in self._frozen):
             return f"a hyperparameter of {self._kind} besides lr is a tensor, whose value may change unnoticed"
         if any(group.get("lr_decay") or group.get("differentiable") for group in self._optimizer.param_groups):
@@ -157,7 +173,7 @@ class StepWork:
         return self._rates[index] if self._rates_on_device is None else self._rates_on_device[index]
 
     def _used(self, group: dict[str, Any], *names: str) -> tuple[list[Any], ...]:
-        """Parameters that have gradients, the gradients, and their state of these names."""
+        """Returns parameters with gradients, the gradients, and their state of these names."""
         used = [p for p in group["params"] if p.grad is not None]
         of_names = ([self._optimizer.state.get(p, {}).get(name) for p in used] for name in names)
         return (used, [p.grad for p in used], *of_names)
@@ -196,7 +212,8 @@ class StepWork:
         return work
 
     def _capturable(self) -> Callable[[], None]:
-        """The optimizer's own step with its option `capturable`, which keeps all numbers that change on the device."""
+        """Returns the optimizer's own step with its option `capturable`, which keeps all changing numbers on the
+        device."""
         optimizer, twins = self._optimizer, dict[int, Tensor]()
         self._counts, self._on_device = [], []
         for group in optimizer.param_groups:
@@ -204,7 +221,7 @@ class StepWork:
             for parameter in () if on_device else self._used(group)[0]:
                 count = optimizer.state.get(parameter, {}).get("step")
                 if isinstance(count, Tensor) and count.device.type == "cpu":
-                    # Held as long as the graph, which adds to them at every replay.
+                    # Kept as long as the graph, which increments them at every replay.
                     twins[id(parameter)] = count.to(parameter.device, copy=True)
                     self._on_device.append(twins[id(parameter)])
                     self._counts.append(count)
@@ -219,8 +236,8 @@ class StepWork:
 
     @contextmanager
     def _as_capturable(self, twins: dict[int, Tensor]) -> Iterator[None]:
-        """Gives the optimizer, within the block, what a capture needs: the option, step counts and learning rates on
-        the device. twins: the counts, by parameter's id."""
+        """Gives the optimizer, within the block, what a capture needs: the option, and step counts and learning rates
+        on the device. twins: the counts, by parameter's id."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         before = [(group["capturable"], group["lr"]) for group in groups]
         counts = [(p, state[p]["step"]) for group in groups for p in group["params"] if id(p) in twins]
@@ -238,10 +255,10 @@ class StepWork:
 
 
 class StepGraph(StepWork):
-    """`step()` in the place of the optimizer's own, with the same effect."""
+    """`step()` that replaces the optimizer's own, with the same effect."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """optimizer: one for which why_never finds nothing."""
+        """optimizer: one without an obstacle (why_never)."""
         super().__init__(optimizer)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._failure: str | None = None
@@ -252,7 +269,7 @@ class StepGraph(StepWork):
         return self._graph is not None
 
     def step(self, eagerly: Callable[[], Any]) -> str | None:
-        """Steps; says why eagerly, if so and the very first steps are over. eagerly: the optimizer's own step."""
+        """Steps; returns why it ran eagerly, except in the very first steps. eagerly: the optimizer's own step."""
         self.look()
         why: str | None = None
         if self._graph is None:
@@ -272,7 +289,7 @@ class StepGraph(StepWork):
             self._graph = None
 
     def _capture(self) -> str | None:
-        """Runs nothing on the GPU, and counts nothing. Where it fails, steps stay eager, and it says why."""
+        """Captures without running anything on the GPU, or counting. If it fails, steps stay eager; returns why."""
         work = self.prepare()
         try:
             with torch.no_grad():
@@ -294,7 +311,7 @@ def _sgd_by_device_rate(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """torch.optim.sgd.sgd, which reads the learning rate on the host."""
+    """Computes torch.optim.sgd.sgd, which itself would read the learning rate on the host."""
     if maximize:
         grads = list(torch._foreach_neg(grads))
     if weight_decay != 0:
@@ -307,12 +324,12 @@ def _sgd_by_device_rate(
 
 
 def _number(rate: Any) -> Any:
-    """A learning rate as a number; one that is a tensor on the device is left there."""
+    """Returns a learning rate as a number, unless it is a tensor on the device."""
     return rate.item() if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:
-    """Tensors are equal where they are the same: their values are on the device."""
+    """Compares tensors by identity, because their values are on the device."""
     return len(one) == len(other) and all(
         a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
         for a, b in zip(one, other, strict=True)

@@ -1,4 +1,4 @@
-"""CUDA streams of the five stages, and the ranges by which profilers know them. On the CPU everything is in order."""
+"""CUDA streams of the five stages, and profiler ranges. On the CPU everything runs in order."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -9,10 +9,10 @@ from torch.profiler import record_function
 
 
 class StageStreams:
-    """Side streams beside the caller's current one, which the pipeline does not choose."""
+    """Side streams in addition to the caller's current stream."""
 
     def __init__(self, device: torch.device, records: bool = False) -> None:
-        """records: whether `record` does anything."""
+        """records: whether `record` has an effect."""
         self._device, self.cuda = device, device.type == "cuda"
         self._records = records and self.cuda
         self._side = _side_streams(device) if self.cuda else {}
@@ -22,7 +22,7 @@ class StageStreams:
         return _On(self._side[name], after) if self.cuda else nullcontext()
 
     def mark(self, name: str | None = None) -> torch.cuda.Event | None:
-        """Records an event after everything launched on side stream `name`, or without a name on the current stream."""
+        """Records an event after all work launched on side stream `name`, or by default on the current stream."""
         if not self.cuda:
             return None
         return (self.current() if name is None else self._side[name]).record_event()
@@ -38,7 +38,7 @@ class StageStreams:
             self.current().wait_event(event)
 
     def record(self, *crossing: Any) -> None:
-        """Tells the allocator that the current stream reads these, batches or what TorchRec made of them."""
+        """Tells the allocator that the current stream reads these batches or TorchRec objects."""
         if self._records:
             for one in crossing:
                 one.record_stream(self.current())
@@ -48,21 +48,21 @@ class StageStreams:
         return self._side.get(name)
 
     def current(self) -> torch.cuda.Stream:
-        """The current stream."""
+        """Returns the current stream."""
         return torch.cuda.current_stream(self._device)
 
 
 @cache
 def _side_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
-    """Returns the side streams, the same for all pipelines of a process: torch gives out 32 streams a priority in turn,
-    and after these a new one would be that of some communicator (see groups.own_group)."""
-    # Small kernels that the next iteration waits for go before the large ones with which this iteration fills the GPU.
+    """Returns the side streams, the same for all pipelines of a process: torch hands out 32 streams per priority in
+    turn, and after these a new one would be shared with some communicator (see groups.own_group)."""
+    # Small kernels that the next iteration waits for precede the large ones with which this iteration fills the GPU.
     priorities = {"copy": -1, "input_dist": -1, "fetch": 0, "dense_update": 0, "iteration": 0}
     return {name: torch.cuda.Stream(device, priority=priority) for name, priority in priorities.items()}
 
 
 class _On:
-    """A class, because a generator would take the host longer than the switch of the stream."""
+    """A class, because a generator would take the host longer than switching the stream."""
 
     __slots__ = ("_after", "_context", "_stream")
 
@@ -88,7 +88,7 @@ class stage:  # noqa: N801 - a context manager, named as contextlib's
         self._recorded: record_function | None = None
 
     def __enter__(self) -> None:
-        # record_function takes the host 10 us even where nobody listens. The flag is of all threads, as profilers are.
+        # record_function takes the host 10 us even without a profiler. The flag is for all threads, like profilers.
         if torch.autograd.profiler._is_profiler_enabled:
             self._recorded = record_function(self._name)
             self._recorded.__enter__()

@@ -1,6 +1,7 @@
 """The learning rates of fused tables in graphs of whole iterations: FBGEMM reads them on the host, at every lookup.
 
-So it does the steps that Adam's update is given: both may be arguments of one kernel, and are changed together.
+FBGEMM also reads the steps for Adam's update on the host: both may be arguments of one kernel, and are changed
+together.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from .node_parameters import MarkedArguments, int_marks, keeps_graphs, marks
 from .table_steps import TableSteps
 
 CAPTURES_IN_A_ROW = 4
-"""Iterations one after the other, each with other rates, for which graphs are captured anew where that is needed."""
+"""Number of consecutive iterations with changed rates for which graphs are captured again, if that is needed."""
 
 
 class TableRates:
-    """Follows the rates of FBGEMM's kernels, and their steps: by changing their arguments in the captured graphs, or,
-    where CUDA or torch lets nobody do that, the rates by a new capture."""
+    """Follows the rates of FBGEMM's kernels, and their steps, by changing their arguments in the captured graphs, or,
+    if CUDA or torch does not support that, follows the rates by a new capture."""
 
     def __init__(self, kernels: Sequence[Any]) -> None:
         self._kernels = list(kernels)
@@ -32,32 +33,32 @@ class TableRates:
         self._brought: dict[torch.cuda.CUDAGraph, list[float | int]] = {}
         self._moved_in_a_row = 0
         self.on_all_ranks = True
-        """Whether every rank has kernels whose rates it follows: all of them see the same moves then."""
+        """Whether every rank has kernels whose rates it follows, so that all ranks see the same changes."""
         self.failure: str | None = None
-        """Reason why graphs cannot follow the rates, on all ranks; None while they can. Where some rank has no kernel,
-        the others capture anew for each move: it would replay the collectives that they launch."""
+        """Reason why graphs cannot follow the rates, on all ranks; None if they can. A rank without kernels would
+        replay the collectives that the others launch when they capture again for a change."""
 
     @property
     def followed(self) -> bool:
-        """Whether captured graphs take other rates without a new capture."""
+        """Whether captured graphs follow other rates without a new capture."""
         return bool(self._marked) or not self._kernels
 
     def begin_capture(self) -> bool:
-        """Remembers the rates, which captured graphs have too, and the steps, which a capture counts though it runs
-        nothing; returns whether graphs are to be kept, to be changed later."""
+        """Stores the rates, which captured graphs also contain, and the steps, which a capture counts although it runs
+        nothing; returns whether to keep graphs so that they can be changed later."""
         self._rates, self._counted, self._marking = self._now(), self._steps.counted, self._can_mark
         return self._marking
 
     def mark(self) -> None:
-        """Puts marks in the place of the rates and steps; called in a capture, before the lookups."""
+        """Replaces the rates and steps by marks; called in a capture, before the lookups."""
         if self._marking:
             self._fill(self._marks)
             self._steps.set([mark - 1 for mark in self._step_marks])
 
     def end_capture(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> bool:
-        """Puts the rates and steps back. graphs: those captured since the begin. Returns False where a mark has come to
-        no kernel: drop all graphs and capture again, then without marks. RuntimeError there if some kernel is given its
-        step, with which no graph can be left as it is."""
+        """Restores the rates and steps. graphs: those captured since the beginning. Returns False if a mark has reached
+        no kernel: drop all graphs and capture again, then without marks. RuntimeError in that case if some kernel
+        receives its step, because no graph can then be left unchanged."""
         self._fill(self._rates)
         self._steps.set(self._counted)
         if not (self._marking and graphs):
@@ -78,11 +79,11 @@ class TableRates:
         self._brought.clear()
 
     def are_as_before(self) -> bool:
-        """Returns whether the lookups' rates are those of the last look."""
+        """Returns whether the lookups' rates are unchanged since the last look."""
         return self._now() == self._rates
 
     def follow(self) -> bool:
-        """Takes the rates of now, for `bring`; returns False where graphs must be captured anew for them."""
+        """Reads the current rates, for `bring`; returns False if graphs must be captured again for them."""
         rates = self._now()
         moved, self._rates = rates != self._rates, rates
         if self._marked:
@@ -93,8 +94,8 @@ class TableRates:
         return not moved
 
     def bring(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Brings the rates and the next steps to a graph, before each of its replays, and counts the steps: of many
-        graphs only those that are replayed need them."""
+        """Writes the rates and the next steps to a graph, before each of its replays, and counts the steps: of many
+        graphs, only the replayed ones need them."""
         if graph not in self._marked:
             return
         steps = [count + 1 for count in self._steps.counted]

@@ -1,1 +1,1 @@
-"""Input and output dists without the exchanges that fixed multi-hot sizes make constant."""
+"""Input and output dists without the exchanges that fixed multi-hot sizes make redundant."""

@@ -11,28 +11,28 @@ _CACHED = 64
 
 
 def bound(cache: dict[Any, Any]) -> None:
-    """Batch sizes that vary must not fill the memory. To be called before an entry is added."""
+    """Bounds a cache, so that varying batch sizes do not fill the memory. Must be called before adding an entry."""
     if len(cache) >= _CACHED:
         cache.clear()
 
 
 class BatchSizeCache(Generic[T]):
-    """A bounded cache of values for batches of one size, each read on the stream on which it was made. The first size's
-    entry is kept for good if graphs read its memory."""
+    """A bounded cache of values for batches of one size; each value is read on the stream on which it was created. The
+    first size's entry is kept permanently if graphs read its memory."""
 
     def __init__(self) -> None:
         self.replayed: T | None = None
-        """The entry of the first size, kept for good, if there are graphs of it."""
+        """The entry of the first size, kept permanently, if it has graphs."""
         self._replayed_size: Hashable = None
         self._made: dict[Hashable, T] = {}
         self._captured: dict[Hashable, T] = {}
 
     def __len__(self) -> int:
-        """Returns how many entries may be dropped."""
+        """Returns the number of entries that may be dropped."""
         return len(self._made)
 
     def get(self, size: Hashable, device: torch.device, make: Callable[[], T], replay: Callable[[T], None] | None) -> T:
-        """Returns the value for this size, made by `make` if new. replay: adds graphs to the first one."""
+        """Returns the value for this size, created by `make` if new. replay: adds graphs to the first one."""
         if self.replayed is not None and self._replayed_size == size:
             return self.replayed
         if self.replayed is None and replay is not None:
@@ -40,7 +40,7 @@ class BatchSizeCache(Generic[T]):
             replay(made)
             self.replayed, self._replayed_size = made, size
             return made
-        # The memory of a dropped entry is reused by the stream on which it was made, which must be its only reader.
+        # The stream on which a dropped entry was created reuses its memory, so it must be its only reader.
         key = size, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         if key in self._captured:
             return self._captured[key]

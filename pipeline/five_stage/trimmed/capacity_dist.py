@@ -1,16 +1,16 @@
-"""The input dist of row-wise and table-row-wise tables with room for a fixed number of ids: nothing reads the device.
+"""The input dist of row-wise and table-row-wise tables with a fixed capacity for ids: nothing reads the device.
 
-How many ids go where depends on the ids. So each rank sends each owner of rows one message of a fixed size: for each
-feature the lengths of its bags, and room for as many ids as nearly all batches have for that owner (capacity.py). What
-is left of the room is spread over the bags as ids of weight zero, of rows spread over the owner's: they add zero to the
-pooled vectors, and nothing to rows under the optimizers of owned_rows.IGNORE_ZEROS. Others, such as Adam, change a row
-whose gradient is zero; there unused places name the rows that the batch names anyway (`named_only`), to whose gradients
-they add zero. A batch is not distributed whole where it has more ids, or, with `named_only`, none of a feature for some
-owner: of ids spread evenly, of which all ranks together have n, about ranks * exp(-n / ranks) of batches. Then
-`overflow` is 1, on all ranks, as each tells every other one in its message.
+The number of ids for each owner depends on the ids. So each rank sends each owner of rows one message of a fixed size:
+for each feature the lengths of its bags, and capacity for the ids that nearly all batches have for that owner
+(capacity.py). Unused capacity is spread over the bags as ids of weight zero, with rows spread over the owner's: they
+add zero to the pooled vectors, and change no row under the optimizers in owned_rows.IGNORE_ZEROS. Other optimizers,
+such as Adam, change a row whose gradient is zero; for these, unused places name rows that the batch names anyway
+(`named_only`), and add zero to their gradients. A batch is not distributed completely if it has more ids, or, with
+`named_only`, no id of a feature for some owner: if ids are spread evenly, and all ranks together have n, about ranks *
+exp(-n / ranks) of batches. Then `overflow` is 1, on all ranks, because each rank tells every other one in its message.
 
-A message is int32: [lengths of features' bags | rows, -1 where unused | weights, if ids have them | told], and what is
-told is the same for all ranks: [overflow | ids of each feature for each of its owners, where `named_only`].
+A message is int32: [lengths of features' bags | rows, -1 if unused | weights, if ids have them | told], and `told` is
+the same for all ranks: [overflow | ids of each feature for each of its owners, if `named_only`].
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,36 +35,36 @@ class RowGroup:
     """The features of one sharding type whose tables' rows are split evenly between `parts` consecutive ranks."""
 
     index: int
-    """Among the EBC's sharding types."""
+    """Index among the EBC's sharding types."""
     features: list[str]
     hash_sizes: list[int]
     """Rows of each feature's table."""
     first_ranks: list[int]
-    """The rank that has each table's first rows."""
+    """The rank with each table's first rows."""
     parts: int
     batch_order: list[int]
-    """The ranks in the order in which the lookup has their batches."""
+    """The ranks in the order of their batches in the lookup."""
     offset_type: torch.dtype
     named_only: bool
     """Whether unused places may only name rows that the batch names anyway."""
 
     def block(self, feature: int) -> int:
-        """Returns the rows of a part, of which the last one may have fewer."""
+        """Returns the number of rows of a part; the last part may have fewer."""
         return -(-self.hash_sizes[feature] // self.parts)
 
     def part(self, feature: int, rank: int) -> int | None:
-        """Returns which part of a feature's table is on a rank; None where none is."""
+        """Returns the part of a feature's table on a rank; None if there is none."""
         part = rank - self.first_ranks[feature]
         return part if 0 <= part < self.parts else None
 
 
 def row_tables(sharding: Any) -> list[Any]:
-    """Returns the tables of TorchRec's sharding by rows, of all ranks or of those of a node each, in their order."""
+    """Returns the tables of TorchRec's sharding by rows, over all ranks or within single nodes, in order."""
     return [table for _, of in _configs(sharding) for table in of.embedding_tables]
 
 
 def _configs(sharding: Any) -> list[tuple[int, Any]]:
-    """Returns the grouped configurations, each with the first of the ranks that have its tables."""
+    """Returns the grouped configurations, each with the first rank that has its tables."""
     if not isinstance(sharding, BaseTwRwEmbeddingSharding):
         return [(0, of) for of in sharding._grouped_embedding_configs]
     nodes = enumerate(sharding._grouped_embedding_configs_per_node)
@@ -72,7 +72,7 @@ def _configs(sharding: Any) -> list[tuple[int, Any]]:
 
 
 def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype, named_only: bool) -> RowGroup:
-    """Returns the group of TorchRec's sharding by rows."""
+    """Returns the RowGroup of TorchRec's sharding by rows."""
     parts = sharding._local_size if isinstance(sharding, BaseTwRwEmbeddingSharding) else ranks
     tables = [(first, table) for first, of in _configs(sharding) for table in of.embedding_tables]
     return RowGroup(
@@ -81,7 +81,7 @@ def row_group(index: int, sharding: Any, ranks: int, offset_type: torch.dtype, n
         hash_sizes=[table.num_embeddings for _, table in tables for _ in table.feature_names],
         first_ranks=[first for first, table in tables for _ in table.feature_names],
         parts=parts,
-        # Of the ranks with one place in their nodes each: those that TorchRec's reduce-scatter within a node sums for.
+        # Ranks at the same position in their nodes are adjacent: TorchRec's reduce-scatter within a node sums for them.
         batch_order=[node * parts + local for local in range(parts) for node in range(ranks // parts)],
         offset_type=offset_type,
         named_only=named_only,
@@ -93,9 +93,9 @@ class _Message:
     """Layout of the messages to one rank, the same from all ranks."""
 
     features: list[tuple[int, int]]
-    """Group and feature, in the order of the lookups."""
+    """Group and feature, in lookup order."""
     lengths: dict[tuple[int, int], int]
-    """Place at which each feature's lengths begin."""
+    """Offset of each feature's lengths."""
     rows: dict[tuple[int, int], int]
     weights: int
     """Distance from a row to its weight."""
@@ -105,7 +105,7 @@ class _Message:
     def to(
         rank: int, groups: Sequence[RowGroup], rooms: Sequence[Sequence[int]], stride: int, weighted: bool
     ) -> "_Message":
-        """rooms: of each group's features."""
+        """Returns the layout of messages to `rank`. rooms: capacities of each group's features."""
         told = _told(groups)
         own = [
             (g, f)
@@ -121,7 +121,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Tensors with which a rank writes its messages, of one group and batch size; by part and feature, [regions]."""
+    """Tensors for writing a rank's messages, for one group and batch size; by part and feature, [regions]."""
 
     kept_index: Tensor | None
     lengths: Tensor
@@ -129,11 +129,11 @@ class _Source:
     blocks: Tensor
     rooms: Tensor
     rows_at: Tensor
-    """Place at which a region begins in the messages."""
+    """Offset of each region in the messages."""
     weights_at: Tensor
     """Distance from a region's rows to its weights."""
     lengths_at: Tensor
-    """Places for the lengths of its bags, [regions * stride]."""
+    """Offsets for the lengths of its bags, [regions * stride]."""
     places: Tensor
     """0 .. ids - 1."""
     shares: Tensor
@@ -142,7 +142,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Lookups of this rank, of one group and batch size."""
+    """This rank's lookups, for one group and batch size."""
 
     index: int
     keys: list[str]
@@ -150,22 +150,23 @@ class _Own:
     length_per_key: list[int]
     offset_per_key: list[int]
     filler: Tensor | NamedRows
-    """The rows that unused places name, int32 [ids], or those that the batch names."""
+    """The rows that unused places name, int32 [ids], or NamedRows if they must be rows of the batch."""
     offset_type: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
     empty: Tensor
-    """Messages without ids, by rank; and a place for what finds none."""
+    """Messages without ids, by rank; and a place for dropped ids."""
     told_at: Tensor
-    """Place of what is told each rank, [ranks, told]."""
+    """Offsets of the told numbers for each rank, [ranks, told]."""
     send_splits: list[int]
     receive_splits: list[int]
     sources: list[_Source]
     own: list[_Own]
     receive_index: Tensor
-    """Index of each group's lengths, then rows, then weights if there are any; then of what all ranks tell."""
+    """Index of each group's lengths, then rows, then weights if there are any; then of the told numbers of all
+    ranks."""
     received: list[int]
     """The sizes of these parts."""
 
@@ -176,14 +177,14 @@ class CapacityDist:
     def __init__(
         self, groups: Sequence[RowGroup], keys: Sequence[str], sizes: Sizes, rank_group: RankGroup, headroom: float
     ) -> None:
-        """keys: of the input, in its order, all declared. headroom: as many times the ids go to one owner as of ids
-        drawn uniformly; for that share of independent ids an overflow is as rare as OVERFLOWS says."""
+        """keys: of the input, in order, all declared. headroom: ratio of the ids for one owner to uniformly drawn ids;
+        for independent ids with that share, an overflow is as rare as OVERFLOWS."""
         self.groups = list(groups)
         self._keys, self._sizes, self._rank_group, self._headroom = list(keys), sizes, rank_group, headroom
         self._layouts = BatchSizeCache[_Layout]()
 
     def rooms(self, stride: int) -> list[list[int]]:
-        """Returns how many ids of each group's features a rank may send to each owner."""
+        """Returns the number of ids of each group's features that a rank may send to each owner."""
         pairs = self._rank_group.world_size * sum(len(group.features) * group.parts for group in self.groups)
         return [
             [
@@ -198,18 +199,18 @@ class CapacityDist:
         ]
 
     def start(self, features: KeyedJaggedTensor) -> "CapacityInFlight":
-        """Distributes one batch, whose lengths are trusted."""
-        weighted, dtype = features.weights_or_none() is not None, features.values().dtype
+        """Starts the distribution of one batch, whose lengths are trusted."""
+        weighted, dtype = _weights(features) is not None, features.values().dtype
         make = partial(self._lay_out, features.stride(), weighted, dtype)
         size = (features.stride(), weighted, dtype)
         layout = self._layouts.get(size, self._rank_group.device, make, None)
         return CapacityInFlight(self, layout, features)
 
     def messages(self, layout: _Layout, features: KeyedJaggedTensor) -> Tensor:
-        """Returns those of a batch to all ranks, int32."""
+        """Returns the messages of a batch to all ranks, int32."""
         wire, overflows, named = layout.empty.clone(), [], []
         for group, source in zip(self.groups, layout.sources, strict=True):
-            weights = features.weights_or_none()
+            weights = _weights(features)
             lengths, rows, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
                 source.lengths,
                 gather(features.values(), source.kept_index),
@@ -295,7 +296,8 @@ class CapacityDist:
     def _own(
         self, g: int, mine: _Message, rooms: Sequence[int], stride: int, weighted: bool
     ) -> tuple[_Own, list[Tensor]]:
-        """Returns also where the group's lengths, rows and weights lie in what this rank receives."""
+        """Returns the lookups, and the positions of the group's lengths, rows and weights in what this rank
+        receives."""
         group, rank_group = self.groups[g], self._rank_group
         from_ranks = torch.tensor(group.batch_order).unsqueeze(1) * mine.size
         features = [f for of, f in mine.features if of == g]
@@ -328,13 +330,13 @@ class CapacityInFlight:
     """The input dist of one batch; see static_dist.InFlight."""
 
     overflow: Tensor
-    """1 where some rank had no room for all of its ids, or none had one of a row that unused places need, else 0;
-    int32, the same on all ranks; set by `finish`."""
+    """1 if some rank exceeded its capacity, or named no row that unused places need, else 0; int32, the same on all
+    ranks; set by `finish`."""
 
     def __init__(self, dist: CapacityDist, layout: _Layout, features: KeyedJaggedTensor) -> None:
         self._dist, self._layout = dist, layout
         self._features: KeyedJaggedTensor | None = features
-        self._ids, self._weighted = features.values().dtype, features.weights_or_none() is not None
+        self._ids, self._weighted = features.values().dtype, _weights(features) is not None
         self._result: dict[int, KeyedJaggedTensor] = {}
 
     def launch(self) -> None:
@@ -344,7 +346,7 @@ class CapacityInFlight:
             self._features = None
 
     def finish(self) -> dict[int, KeyedJaggedTensor]:
-        """Makes the current stream wait for it; the KJT of each group, by the group's index."""
+        """Makes the current stream wait for the all-to-all; returns the KJT of each group, by the group's index."""
         self.launch()
         if not self._result:
             received = self._all_to_all.wait().index_select(0, self._layout.receive_index)
@@ -358,7 +360,7 @@ class CapacityInFlight:
         return self._result
 
     def _kjt(self, own: _Own, lengths: Tensor, rows: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
-        """Complete: neither its lookup nor `sync` has to read the device."""
+        """Returns a complete KJT: neither its lookup nor `sync` has to read the device."""
         used, filler = rows >= 0, own.filler
         values = filler.fill(rows) if isinstance(filler, NamedRows) else torch.where(used, rows, filler)
         return KeyedJaggedTensor(
@@ -373,8 +375,14 @@ class CapacityInFlight:
         )
 
 
+def _weights(features: KeyedJaggedTensor) -> Tensor | None:
+    """Returns the weights, unless they are integers, which TorchRec's kernels take for none."""
+    weights = features.weights_or_none()
+    return weights if weights is not None and weights.is_floating_point() else None
+
+
 def _told(groups: Sequence[RowGroup]) -> int:
-    """Returns how many numbers a rank tells each other one."""
+    """Returns the number of numbers that a rank tells each other rank."""
     return 1 + sum(group.parts * len(group.features) for group in groups if group.named_only)
 
 

@@ -1,4 +1,4 @@
-"""The input dist of row-wise tables and of features of undeclared sizes: one host read a batch, through pinned memory.
+"""The input dist of row-wise tables and of features of undeclared sizes: one host read per batch, via pinned memory.
 
 static_dist.py describes input dists and their streams.
 """
@@ -19,9 +19,9 @@ from .static_dist import AllToAll, Group, InFlight, KJTLayout, RankGroup, gather
 class DynamicDist:
     """The input dist of groups with row-wise tables or undeclared sizes.
 
-    A batch takes an all-to-all of lengths, which the stride alone sizes, one host read of sums of lengths and an
-    all-to-all of values. The read is issued by `start` and waited for in `launch`. Row-wise buckets are TorchRec's own,
-    of the whole input: bucketizing the other keys, to no purpose, takes fewer launches than leaving them out.
+    A batch takes an all-to-all of lengths, whose size depends only on the stride, one host read of sums of lengths, and
+    an all-to-all of values. `start` issues the read and `launch` waits for it. Row-wise buckets are TorchRec's own, of
+    the whole input: bucketizing the other keys, although useless, takes fewer launches than separating them.
     """
 
     def __init__(self, groups: Sequence[Group], keys: Sequence[str], rank_group: RankGroup) -> None:
@@ -35,7 +35,7 @@ class DynamicDist:
         self._bucket_rows_tensors = [torch.tensor(rows, device=rank_group.device) for rows in bucket_rows]
         self._takes_input = any(group.hash_sizes is None for group in groups)
 
-        # Source rows, each a key's lengths: [key] of the input, then [list of bucket_rows][rank][key].
+        # Source rows, each with a key's lengths: [key] of the input, then [list of bucket_rows][rank][key].
         num_input_rows = len(keys) if self._takes_input else 0
 
         def source_row(group: Group, feature: int, rank: int) -> int:
@@ -59,7 +59,7 @@ class DynamicDist:
         self.received_rows = _rows(received, len(received), rank_group.device)
 
     def start(self, features: KeyedJaggedTensor) -> InFlight:
-        """Exchanges the lengths of one batch and issues the read."""
+        """Exchanges the lengths of one batch and issues the host read."""
         form = IdFormat.of(features)
         sources = [features] if self._takes_input else []
         for index, rows in enumerate(self._bucket_rows_tensors):
@@ -72,7 +72,7 @@ class DynamicDist:
         return _DynamicInFlight(self, form, lengths, _concatenated([source.values() for source in sources]), weights)
 
     def all_to_all_of_lengths(self, sent: Tensor) -> Tensor:
-        """[rows to send, by rank; stride] to [rank and feature, stride]."""
+        """Exchanges [rows to send, by rank; stride]; returns [rank and feature, stride]."""
         world_size = self.rank_group.world_size
         if world_size == 1 or not self.exchanged:
             return sent
@@ -82,7 +82,7 @@ class DynamicDist:
         return received
 
     def _bucket_rows(self) -> list[list[int]]:
-        """Rows in a bucket of each key; a second list where tables of different sizes share a feature, and so on."""
+        """Returns the rows per bucket of each key; further lists if tables of different sizes share a feature."""
         needed: dict[str, list[int]] = {key: [] for key in self._keys}
         for group in self.exchanged:
             if group.hash_sizes is not None:
@@ -143,7 +143,7 @@ class _DynamicInFlight:
 
 
 class _HostRead:
-    """Numbers on their way to the host, through a pinned buffer that no other batch has."""
+    """Numbers on their way to the host, in a pinned buffer that no other batch uses."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
@@ -187,14 +187,14 @@ def _sums(lengths: list[int], counts: list[int]) -> list[int]:
 
 
 def _rows(rows: list[int], total: int, device: torch.device) -> Tensor | None:
-    """Returns the rows on the device; None where they are 0 .. total - 1."""
+    """Returns the rows on the device; None if they are 0 .. total - 1."""
     return None if rows == list(range(total)) else torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def _permute(
     rows: Tensor | None, lengths: Tensor, values: Tensor, weights: Tensor | None, total: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Lengths, values and weights of the rows, `total` values in all; without rows to pick, of all of them."""
+    """Returns lengths, values and weights of the rows, `total` values in all; of all rows if `rows` is None."""
     if rows is None:
         return lengths, values, weights
     lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(rows, lengths, values, weights, total)

@@ -1,4 +1,4 @@
-"""The sharded EmbeddingBagCollection with trimmed dists; sharder.py tells what it takes."""
+"""The sharded EmbeddingBagCollection with trimmed dists; sharder.py describes its costs."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +36,11 @@ _ROWS_OF_NODES = ShardingType.TABLE_ROW_WISE.value
 
 
 class TrimmedEBC(ShardedEmbeddingBagCollection):
-    """See sharder.py. Made by TrimmedEBCSharder.
+    """See sharder.py. Created by TrimmedEBCSharder.
 
-    `input_dist` and both waits of what it returns belong on one stream, as in TorchRec's pipelines: the first wait
-    launches the values' all-to-all, the second makes that stream wait. Batches in flight share nothing that is written,
-    but for the memory of CUDA graphs, which that stream orders; there the first wait does everything.
+    `input_dist` and both waits of its result belong on one stream, as in TorchRec's pipelines: the first wait launches
+    the values' all-to-all, the second makes that stream wait. Batches in flight share no written memory except that of
+    CUDA graphs, which that stream orders; with graphs the first wait does everything.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         row_capacity: float | None,
         **kwargs: Any,
     ) -> None:
-        """args, kwargs: those of ShardedEmbeddingBagCollection. Collective: makes a process group of its own."""
+        """args, kwargs: those of ShardedEmbeddingBagCollection. Collective: creates a separate process group."""
         self._rows_to_all, self._row_capacity = rows_to_all, row_capacity
-        self._cuda_graph = cuda_graph  # for the output dist, which TorchRec's constructor makes
+        self._cuda_graph = cuda_graph  # for the output dist, which TorchRec's constructor creates
         super().__init__(*args, **kwargs)
         env, device = self._env, self._device
         if self._has_mean_pooling_callback:
-            raise ValueError("TrimmedEBCSharder has no mean pooling on row-wise tables: plan them table-wise, or sum")
+            raise ValueError("TrimmedEBCSharder does not support mean pooling of row-wise tables: plan them table-wise")
         self._rank_group = RankGroup(
             group=own_group(env.process_group),
             rank=env.rank,
@@ -78,19 +78,19 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     @property
     def declared(self) -> Sizes:
-        """The numbers of ids that were declared."""
+        """The declared numbers of ids."""
         return Sizes(self._multi_hot_sizes)
 
     @property
     def validates(self) -> bool:
-        """Whether every batch is looked at, on the host."""
+        """Whether the host checks every batch."""
         return self._validate
 
     def trimmed_features(self) -> dict[str, list[str]]:
-        """Features by what their input dist is: "static", "dynamic" or TorchRec's own ("torchrec"); of the last two
-        those that have a capacity within `by_capacity` ("capacity").
+        """Returns features by the kind of their input dist: "static", "dynamic" or TorchRec's own ("torchrec"); those
+        of the last two kinds that have a capacity within `by_capacity` are listed as "capacity" too.
 
-        A feature that tables of several sharding types read may stand in several.
+        A feature that tables of several sharding types read may occur several times.
         """
         static, dynamic, others = self._groups()
         names = {"static": _names(static), "dynamic": _names(dynamic)}
@@ -99,7 +99,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return {**names, "torchrec": sorted(stock)} | ({"capacity": rows} if rows else {})
 
     def reading_features(self) -> list[str]:
-        """Returns features whose input dist reads the device, within `by_capacity` too."""
+        """Returns features whose input dist reads the device, even within `by_capacity`."""
         _, dynamic, others = self._groups()
         waiting = {*(group.index for group in dynamic), *others} - set(self.varying_groups)
         return sorted({name for index in waiting for name in self._embedding_shardings[index].feature_names()})
@@ -111,16 +111,16 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     @property
     def varying_groups(self) -> list[int]:
-        """The sharding types of which, within `by_capacity`, the lengths of looked-up bags differ between batches."""
+        """The sharding types whose looked-up bags, within `by_capacity`, vary in length between batches."""
         return [group.index for group in self._row_groups()]
 
     @contextmanager
     def by_capacity(self) -> Iterator[list[CapacityInFlight]]:
-        """Makes input dists of tables split by rows, within the block, read nothing from the device, where
-        `row_capacity` is set; yields those that start, whose `overflow` is, after both waits, whether a batch had more
-        ids than room, or none where that matters."""
+        """Makes input dists of tables split by rows, within the block, read nothing from the device, if `row_capacity`
+        is set; yields those that start. After both waits, their `overflow` says whether a batch had more ids than
+        capacity, or no id where one is needed."""
         if self._row_groups():
-            assert not self.reading_features(), "all is declared where lookups are by capacity"
+            assert not self.reading_features(), "lookups by capacity need declared sizes of all features"
             self._by_capacity = []
         try:
             yield [] if self._by_capacity is None else self._by_capacity
@@ -128,7 +128,8 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             self._by_capacity = None
 
     def row_capacities(self, stride: int) -> dict[str, int]:
-        """Returns, for batches of `stride` samples, how many ids of a feature a rank may send to each owner of rows."""
+        """Returns, for batches of `stride` samples, the number of a feature's ids that a rank may send to each
+        owner."""
         if (by_capacity := self._capacity_dist(())) is None:
             return {}
         return {
@@ -138,7 +139,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         }
 
     def graphed(self) -> list[GraphedFunction]:
-        """Returns the functions that are replayed as CUDA graphs, or are to be."""
+        """Returns the functions that are, or will be, replayed as CUDA graphs."""
         graphed = [] if self._static is None else self._static.graphed()
         for output_dist in self._output_dists:
             if isinstance(output_dist, TrimmedOutputDist):
@@ -146,23 +147,24 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return graphed
 
     def close(self) -> None:
-        """Destroys the CUDA graphs; later batches go without. NCCL waits for the last graph with its collectives before
-        it lets go of a communicator. FiveStagePipeline closes what it trained."""
+        """Destroys the CUDA graphs; later batches run without them. NCCL does not release a communicator while a graph
+        with its collectives exists. FiveStagePipeline closes the modules that it trained."""
         for graphed in self.graphed():
             graphed.close()
 
     @property
     def input_dist_waits(self) -> bool:
-        """Whether the host waits for the device between the steps of an input dist, as far as the first one told."""
+        """Whether the host waits for the device between the steps of an input dist, judging by the first batch."""
         return self._static is None or self._dynamic is not None or bool(self._stock)
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's, trimmed. ValueError where the input is not what the first one was, or not as it was declared.
+        """Runs TorchRec's input dist, trimmed. ValueError if the input differs in form from the first one, or from its
+        declaration.
 
-        Lengths are trusted, and on all ranks the same stride, unless the sharder was told to validate. Only the number
-        of values is always looked at, and lengths that the host has.
+        Lengths, and an equal stride on all ranks, are trusted, unless the sharder was told to validate. Only the number
+        of values is always checked, and lengths that the host has.
         """
         features = maybe_td_to_kjt(features)
         problem = self._misfit(features)
@@ -199,14 +201,14 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return KJTListSplitsAwaitable(awaitables, ctx, self._module_fqn, self._sharding_types)
 
     def _create_output_dist(self) -> None:
-        """TorchRec's, but trimmed where there is one sharding type whose tables are exchanged."""
+        """Creates TorchRec's output dist, trimmed if exactly one sharding type has exchanged tables."""
         super()._create_output_dist()
         exchanged = [index for index, kind in enumerate(self._sharding_types) if kind != _LOCAL]
         if len(exchanged) == 1 and TrimmedOutputDist.can_replace(stock := self._output_dists[exchanged[0]]):
             self._output_dists[exchanged[0]] = TrimmedOutputDist(stock, self._cuda_graph)
 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
-        """Called with the first batch, and with the first one after a change of shards."""
+        """Creates the input dist, with the first batch, and with the first one after a change of shards."""
         keys, sizes = list(input_feature_names), self._multi_hot_sizes
         static, dynamic, others = self._groups()
         self._input_keys = keys
@@ -227,7 +229,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             logger.warning("the input dist of %s is TorchRec's own, with its host reads", types)
 
     def _groups(self) -> tuple[list[Group], list[Group], list[int]]:
-        """Static groups, dynamic groups and the indices of those sharding types that are left to TorchRec."""
+        """Returns static groups, dynamic groups and the indices of the sharding types left to TorchRec."""
         static: list[Group] = []
         dynamic: list[Group] = []
         others: list[int] = []
@@ -250,7 +252,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return static, dynamic, others
 
     def _rows_can_go_to_all(self, group: Group, tables: Sequence[Any]) -> bool:
-        """Whether ids of weight zero have rows to name, and leave these as they are."""
+        """Whether ids of weight zero have rows to name, and leave these rows unchanged."""
         why_not = why_not_split(group.hash_sizes or (), self._rank_group.world_size)
         return self._is_on("rows_to_all", why_not or heeds_zeros(table.fused_params for table in tables))
 
@@ -273,7 +275,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         groups = self._row_groups()
         if not groups or not all(key in self._multi_hot_sizes for key in keys):
             return None
-        assert self._row_capacity is not None, "there are no groups without"
+        assert self._row_capacity is not None, "groups with a capacity need row_capacity"
         return CapacityDist(groups, keys, self.declared, self._rank_group, self._row_capacity)
 
     def _is_on(self, option: str, why_not: str | None) -> bool:
@@ -282,67 +284,67 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         return why_not is None
 
     def _declared(self, keys: list[str]) -> int | None:
-        """Ids of one sample; None where a key is undeclared."""
+        """Returns the number of ids of one sample; None if a key is undeclared."""
         sizes = self._multi_hot_sizes
         return sum(sizes[key] for key in keys) if all(key in sizes for key in keys) else None
 
     def _misfit(self, features: KeyedJaggedTensor) -> str | None:
-        """Returns what is so wrong with an input that its lengths cannot be checked."""
+        """Returns an error in an input that prevents checking its lengths."""
         if features.variable_stride_per_key():
-            return "TrimmedEBCSharder has no variable batch per feature: use EmbeddingBagCollectionSharder"
+            return "TrimmedEBCSharder does not support batch sizes per feature: use EmbeddingBagCollectionSharder"
         keys, weights = features.keys(), features.weights_or_none()
         if weights is not None and weights.shape != features.values().shape:
-            return f"the input has weights {list(weights.shape)} for ids {list(features.values().shape)}: one an id"
+            return f"the input has weights {list(weights.shape)} for ids {list(features.values().shape)}: one per id"
         if self._has_uninitialized_input_dist:
             missing = {name for config in self._embedding_bag_configs for name in config.feature_names} - set(keys)
             if missing:
-                return f"the input has no feature {', '.join(sorted(missing))}: the tables look them up"
+                return f"the input lacks the features {', '.join(sorted(missing))}, which the tables look up"
         elif keys != self._input_keys:
-            return f"the input's keys are {keys}, those of the first one were {self._input_keys}: keep their order"
+            return f"the input's keys are {keys}, but the first input's were {self._input_keys}: keep their order"
         return None
 
     def _wrong_number(self, features: KeyedJaggedTensor) -> str | None:
-        """Returns what the host, without a read, knows to be wrong with the lengths."""
+        """Returns an error in the lengths that the host can find without a read."""
         keys, sizes, stride = features.keys(), self._multi_hot_sizes, features.stride()
         for key, length in zip(keys, features.length_per_key_or_none() or (), strict=False):
             if key in sizes and length != stride * sizes[key]:
                 return (
-                    f"feature {key} has {length} ids in {stride} samples, multi_hot_sizes declares {sizes[key]} a "
-                    "sample: declare its size, or leave a feature of variable lengths out"
+                    f"feature {key} has {length} ids in {stride} samples, but multi_hot_sizes declares {sizes[key]} a "
+                    "sample: declare its true size, or leave a feature of variable lengths out"
                 )
         declared = self._declared(keys) if self._has_uninitialized_input_dist else self._ids_per_sample
         values = features.values().numel()
         if declared is not None and values != stride * declared:
             return (
-                f"the input has {values} ids in {stride} samples, multi_hot_sizes declares {declared} a sample: "
-                "validate=True names a feature of other lengths; leave such out"
+                f"the input has {values} ids in {stride} samples, but multi_hot_sizes declares {declared} per sample: "
+                "validate=True names features of other lengths; leave these out"
             )
         return None
 
     def _raise_on_all_ranks(self, features: KeyedJaggedTensor, problem: str | None) -> None:
-        """ValueError if any rank has a problem, another stride or other types. Collective, and waits."""
+        """Raises ValueError if any rank has a problem, another stride or other types. Collective; waits."""
         found: list[Any] = [None] * self._rank_group.world_size
         own = features.stride(), str(IdFormat.of(features)), problem
         dist.all_gather_object(found, own, group=self._rank_group.group)
         problems = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(found) if text]
         strides, formats = [stride for stride, _, _ in found], [of_rank for _, of_rank, _ in found]
         if len(set(strides)) > 1:
-            problems.append(f"the ranks' batches have {strides} samples: give all ranks batches of one size")
+            problems.append(f"the ranks' batches have {strides} samples: give all ranks equal batch sizes")
         if len(set(formats)) > 1:
             problems.append(f"the ranks' ids and weights are {formats}: give all ranks the same types")
         if problems:
             raise ValueError("; ".join(problems))
 
     def _broken_promise(self, features: KeyedJaggedTensor) -> str | None:
-        """The first bag whose length is not the declared one."""
+        """Returns an error naming the first bag whose length is not the declared one."""
         lengths = features.lengths().view(len(features.keys()), -1).cpu()
         for key, of_key in zip(features.keys(), lengths, strict=True):
             size = self._multi_hot_sizes.get(key)
             if size is not None and bool((wrong := of_key != size).any()):
                 sample = int(wrong.nonzero()[0])
                 return (
-                    f"feature {key} has length {of_key[sample]} in sample {sample}, multi_hot_sizes declares {size}: "
-                    "declare its size, or leave a feature of variable lengths out"
+                    f"feature {key} has length {of_key[sample]} in sample {sample}, not {size} as in multi_hot_sizes: "
+                    "declare its true size, or leave a feature of variable lengths out"
                 )
         return None
 

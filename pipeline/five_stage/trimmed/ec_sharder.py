@@ -1,18 +1,18 @@
-"""TorchRec's EmbeddingCollection with an input dist that asks nothing, for sequences of declared lengths.
+"""TorchRec's EmbeddingCollection with a trimmed input dist, for sequences of declared lengths.
 
     DistributedModelParallel(model, sharders=[TrimmedECSharder(sequence_lengths={"history": 200}), ...], ...)
 
-is all that a user changes where every sequence has the same number of ids. Sequences of other lengths are padded: each
-to a capacity, with an id that the model masks; or all together, to a number of ids in every batch, `batch_ids`, by
-further sequences after those of the samples, which the model leaves out. The latter takes far fewer ids where lengths
+is all that a user changes if every sequence has the same number of ids. Sequences of other lengths are padded: each to
+a capacity, with an id that the model masks; or all together, to a fixed number of ids per batch, `batch_ids`, by
+additional sequences after those of the samples, which the model leaves out. The latter takes far fewer ids if lengths
 vary, and fewer still with a choice of such numbers: every batch then has the smallest that fits on all ranks.
 
-Where all features of the collection are declared, and tables are sharded table-wise, column-wise or data-parallel, a
-batch takes one all-to-all of values, of all sharding types together, and no host read. Otherwise the input dist is
+If all features of the collection are declared, and tables are sharded table-wise, column-wise or data-parallel, a batch
+takes one all-to-all of values, for all sharding types together, and no host read. Otherwise the input dist is
 TorchRec's own, whose splits FiveStagePipeline exchanges for all modules together, with one read through pinned memory.
 
-Lookups are of bags of at most 16 ids, whatever the sequences are: FBGEMM's kernel has one warp look up a bag, id after
-id, and no later step asks for the bags.
+Lookups use bags of at most 16 ids, whatever the sequences are: FBGEMM's kernel has one warp look up a bag, id after id,
+and no later step needs the bags.
 
 The output dist is TorchRec's: its splits are known on the host.
 """
@@ -51,30 +51,30 @@ _LOCAL = ShardingType.DATA_PARALLEL.value
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """Input dist of one sharding type and batch size: this rank's own features, and the splits."""
+    """Input dist of one sharding type and batch size: this rank's features, and the splits."""
 
     keys: list[str]
     rows: Tensor | None
-    """Their places among the input's keys; None where all are, in order."""
+    """Their indices among the input's keys; None if they are all keys, in order."""
     length_per_key: list[int]
     values_index: Tensor | None
-    """Their ids among the input's; None where nobody asks for them."""
+    """Indices of their ids in the input; None if not needed."""
     input_splits: list[int]
     output_splits: list[int]
 
 
 class TrimmedEC(ShardedEmbeddingCollection):
-    """See the module. Made by TrimmedECSharder. Streams are those of TrimmedEBC."""
+    """See the module's docstring. Created by TrimmedECSharder. Streams as for TrimmedEBC."""
 
     def __init__(self, *args: Any, sizes: Sizes, cuda_graph: bool, **kwargs: Any) -> None:
-        """args, kwargs: those of ShardedEmbeddingCollection. Collective: makes a process group of its own."""
+        """args, kwargs: those of ShardedEmbeddingCollection. Collective: creates a separate process group."""
         super().__init__(*args, **kwargs)
         self._sizes, self._cuda_graph = sizes, cuda_graph
         self._static: StaticDist | None = None
         self._input_keys: list[str] = []
         self._before = BatchSizeCache[list[_Before]]()
         self.why_not_trimmed = self._why_not()
-        """Reason why the input dist is TorchRec's own; None where it is trimmed."""
+        """Reason why the input dist is TorchRec's own; None if it is trimmed."""
         if self.why_not_trimmed is not None:
             logger.warning("the input dist of an EmbeddingCollection is TorchRec's own: %s", self.why_not_trimmed)
             return
@@ -84,7 +84,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
 
     @property
     def declared(self) -> Sizes:
-        """The numbers of ids that were declared."""
+        """The declared numbers of ids."""
         return self._sizes
 
     @property
@@ -93,7 +93,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
         return bool(self._need_indices)
 
     def trimmed_features(self) -> dict[str, list[str]]:
-        """Features by the kind of their input dist: "static" or TorchRec's own ("torchrec")."""
+        """Returns features by the kind of their input dist: "static" or TorchRec's own ("torchrec")."""
         names = sorted({name for config in self._embedding_configs for name in config.feature_names})
         return {"static" if self.why_not_trimmed is None else "torchrec": names}
 
@@ -107,16 +107,16 @@ class TrimmedEC(ShardedEmbeddingCollection):
         return self.why_not_trimmed is not None
 
     def graphed(self) -> list[GraphedFunction]:
-        """Returns the functions that are replayed as CUDA graphs, or are to be."""
+        """Returns the functions that are, or will be, replayed as CUDA graphs."""
         return [] if self._static is None else self._static.graphed()
 
     def close(self) -> None:
-        """Destroys the CUDA graphs; later batches go without."""
+        """Destroys the CUDA graphs; later batches run without them."""
         for graphed in self.graphed():
             graphed.close()
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """TorchRec's input dist, trimmed. ValueError where the input differs in form from the first one, or from its
+        """Runs TorchRec's input dist, trimmed. ValueError if the input differs in form from the first one, or from its
         declaration; lengths that the host does not have are trusted."""
         if self.why_not_trimmed is not None:
             return super().input_dist(ctx, features)
@@ -162,9 +162,9 @@ class TrimmedEC(ShardedEmbeddingCollection):
         names = {name for config in self._embedding_configs for name in config.feature_names}
         undeclared = sorted(name for name in names if name not in self._sizes)
         if undeclared:
-            return f"neither sequence_lengths nor batch_ids has {', '.join(undeclared)}"
+            return f"neither sequence_lengths nor batch_ids declares {', '.join(undeclared)}"
         if self._use_index_dedup:
-            return "use_index_dedup asks for the distinct ids"
+            return "use_index_dedup needs the distinct ids"
         if any(config.use_virtual_table for config in self._embedding_configs):
             return "tables are virtual"
         return None
@@ -204,7 +204,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
         return before
 
     def _kind(self, features: KeyedJaggedTensor) -> int:
-        """Returns which of the sizes' kinds of batches this is, by its number of ids; the first one where none is."""
+        """Returns the kind of this batch among the sizes' kinds, by its number of ids; 0 if no kind matches."""
         kinds = range(len(self._sizes.per_batch))
         if len(kinds) == 1 or any(key not in self._sizes for key in features.keys()):  # noqa: SIM118 no dict
             return 0
@@ -217,18 +217,18 @@ class TrimmedEC(ShardedEmbeddingCollection):
     def _misfit(self, features: KeyedJaggedTensor, kind: int) -> str | None:
         sizes, keys, stride = self._sizes, features.keys(), features.stride()
         if features.variable_stride_per_key():
-            return "TrimmedECSharder has no variable batch per feature: use EmbeddingCollectionSharder"
+            return "TrimmedECSharder does not support batch sizes per feature: use EmbeddingCollectionSharder"
         if self._input_keys and keys != self._input_keys:
-            return f"the input's keys are {keys}, those of the first one were {self._input_keys}: keep their order"
+            return f"the input's keys are {keys}, but the first input's were {self._input_keys}: keep their order"
         if not self._input_keys:
             names = {name for config in self._embedding_configs for name in config.feature_names}
             if missing := names - set(keys):
-                return f"the input has no feature {', '.join(sorted(missing))}: the tables look them up"
+                return f"the input lacks the features {', '.join(sorted(missing))}, which the tables look up"
             undeclared = sorted(key for key in keys if key not in sizes)
             if self._need_indices and undeclared:
-                return f"need_indices asks for the ids of fixed places: declare {', '.join(undeclared)} too"
+                return f"need_indices needs the ids at fixed places: declare {', '.join(undeclared)} too"
             if len(sizes.per_batch) > 1 and undeclared:
-                return f"batches of several batch_ids differ by their ids in all: declare {', '.join(undeclared)} too"
+                return f"several batch_ids are distinguished by their total: declare {', '.join(undeclared)} too"
         for key, length in zip(keys, features.length_per_key_or_none() or (), strict=False):
             if key in sizes and length != sizes.ids(key, stride, kind):
                 return _wrong(f"feature {key}", length, stride, [sizes.ids(key, stride, kind)])
@@ -239,7 +239,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
 
 
 class TrimmedECSharder(EmbeddingCollectionSharder):
-    """Shards an EmbeddingCollection into a TrimmedEC; see the module."""
+    """Shards an EmbeddingCollection into a TrimmedEC; see the module's docstring."""
 
     def __init__(
         self,
@@ -250,10 +250,11 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
         cuda_graph: bool = False,
         batch_ids: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
     ) -> None:
-        """sequence_lengths: ids of every sequence of a feature, padding included. batch_ids: ids of a feature in every
-        batch of every rank, padding included; or several such mappings, one of which holds of a batch on all ranks:
-        each rank tells which by its number of ids. cuda_graph: as TrimmedEBCSharder's. ValueError where a length is
-        not a positive integer, a feature has both, or the mappings cannot be told apart or name different features."""
+        """sequence_lengths: number of ids in every sequence of a feature, padding included. batch_ids: number of ids of
+        a feature in every batch of every rank, padding included; or several such mappings, one of which applies to a
+        batch on all ranks: each rank identifies it by its number of ids. cuda_graph: as for TrimmedEBCSharder.
+        ValueError if a length is not a positive integer, a feature has both, or the mappings cannot be distinguished or
+        name different features."""
         super().__init__(fused_params, qcomm_codecs_registry, use_index_dedup)
         kinds = [batch_ids] if isinstance(batch_ids, Mapping) else batch_ids or [{}]
         per_bag, per_batch = dict(sequence_lengths or {}), [dict(kind) for kind in kinds]
@@ -263,12 +264,12 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
             if wrong:
                 raise ValueError(f"{name} must be positive integers, not {wrong}")
         if both := sorted(per_bag.keys() & per_batch[0].keys()):
-            raise ValueError(f"{', '.join(both)} is in sequence_lengths and in batch_ids: declare it in one of them")
+            raise ValueError(f"{', '.join(both)} is in sequence_lengths and in batch_ids: declare it in only one")
         if any(of.keys() != per_batch[0].keys() for of in per_batch):
-            raise ValueError("batch_ids name different features: name the same ones in all of them")
+            raise ValueError("batch_ids name different features: name the same features in all mappings")
         totals = [sum(of.values()) for of in per_batch]
         if len(set(totals)) < len(totals):
-            raise ValueError(f"batch_ids have {totals} ids in all, by which batches are told apart: make these differ")
+            raise ValueError(f"batch_ids have the totals {totals}, which distinguish batches: make them differ")
 
     def shard(
         self,
@@ -278,7 +279,7 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> TrimmedEC:
-        """Collective. ValueError where the environment has not one process group."""
+        """Returns the sharded collection. Collective. ValueError if the environment has several process groups."""
         if env.process_group is None or isinstance(env, ShardingEnv2D):
             raise ValueError("TrimmedECSharder shards over one process group: use EmbeddingCollectionSharder")
         return TrimmedEC(
@@ -296,12 +297,12 @@ class TrimmedECSharder(EmbeddingCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[TrimmedEC]:
-        """The type of module that `shard` makes."""
+        """The type of module that `shard` returns."""
         return TrimmedEC
 
 
 def _wrong(what: str, found: int, stride: int, declared: list[int]) -> str:
     return (
         f"{what} has {found} ids in {stride} sequences, TrimmedECSharder was told {' or '.join(map(str, declared))} in "
-        "all: pad to that, or leave a feature out of sequence_lengths and batch_ids"
+        "all: pad to that, or leave the feature out of sequence_lengths and batch_ids"
     )

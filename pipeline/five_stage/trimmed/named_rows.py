@@ -1,7 +1,7 @@
-"""Rows for the unused places of a lookup with room: those that the batch names anyway, so that no other row is changed.
+"""Rows for the unused places of a lookup with a capacity: rows that the batch names anyway, so that no other changes.
 
-An id of weight zero has a gradient of zero. Adam and weight decay change a row for that alone, which nothing else of
-the batch may name; to the gradient of a row that is updated anyway it adds zero.
+An id of weight zero has a gradient of zero. Adam and weight decay change a row even with a zero gradient, although the
+batch may not name the row otherwise; to the gradient of a row that is updated anyway it adds zero.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ class NamedRows:
     first: Tensor
     """The first place of each place's feature."""
     end: Tensor
-    """And the place after its last one."""
+    """The place after its last one."""
     number: Tensor
-    """The place's number among those of its feature."""
+    """The place's index among those of its feature."""
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> "NamedRows":
-        """lengths: places of each feature, one feature after another."""
+        """lengths: number of places of each feature, one feature after another."""
         ends = list(accumulate(lengths))
         repeats = torch.tensor(lengths, dtype=torch.int64)
         end = torch.tensor(ends, dtype=torch.int64).repeat_interleave(repeats)
@@ -33,8 +33,8 @@ class NamedRows:
         return NamedRows(first.to(device), end.to(device), (torch.arange(len(end)) - first).to(device))
 
     def fill(self, rows: Tensor) -> Tensor:
-        """Returns rows [places] in which unused places, -1 in `rows`, name the rows of their feature's used places in
-        turn; row 0 where the feature has none."""
+        """Returns rows [places] in which unused places, -1 in `rows`, cycle through the rows of their feature's used
+        places; row 0 if the feature has none."""
         used = rows >= 0
         before = torch.ops.fbgemm.asynchronous_complete_cumsum(used.to(torch.int64))
         count = before[self.end] - before[self.first]

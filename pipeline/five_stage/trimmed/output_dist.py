@@ -1,8 +1,8 @@
 """TorchRec's output dist of table-wise tables, reduced to one all-to-all each way.
 
 TorchRec puts two autograd functions around the all-to-all, so that several can be in progress at once, joins them by a
-dummy tensor, copies the vectors into a send buffer, and calls record_stream on the result. With one sharding type
-exchanged there is nothing to join.
+dummy tensor, copies the vectors into a send buffer, and calls record_stream on the result. With only one sharding type
+exchanged, there is nothing to join.
 """
 
 import math
@@ -25,14 +25,14 @@ from .batch_size_cache import BatchSizeCache
 
 
 class TrimmedOutputDist(nn.Module):
-    """Replacement for a TwPooledEmbeddingDist, with the same results and gradients bit by bit.
+    """Replacement for a TwPooledEmbeddingDist, with bitwise the same results and gradients.
 
-    `forward` launches the all-to-all; the wait of its result belongs on the same stream.
+    `forward` launches the all-to-all; waiting for its result belongs on the same stream.
     """
 
     def __init__(self, stock: TwPooledEmbeddingDist, cuda_graph: bool = False) -> None:
-        """stock: a dist that `can_replace` allows. cuda_graph: replay the all-to-alls, and the kernels around them, for
-        batches of the first one's size."""
+        """stock: a dist that `can_replace` accepts. cuda_graph: replay the all-to-alls, and the kernels around them,
+        for batches of the first batch's size."""
         super().__init__()
         self._cuda_graph = cuda_graph
         self._group, self._dims = stock._pg, stock._dim_sum_per_rank
@@ -40,13 +40,13 @@ class TrimmedOutputDist(nn.Module):
         self._exchanges = BatchSizeCache[_Exchange]()
 
     def graphed(self) -> list[GraphedFunction]:
-        """Returns the graphs of both ways for batches of the first one's size, if any."""
+        """Returns the graphs of both directions for batches of the first batch's size, if any."""
         first = self._exchanges.replayed
         return [] if first is None else first.graphed
 
     @staticmethod
     def can_replace(stock: nn.Module) -> bool:
-        """Returns whether it can: not where no other rank exchanges, vectors are quantised, or columns are
+        """Whether `stock` can be replaced: not if no other rank exchanges, vectors are quantised, or columns are
         reordered."""
         return (
             type(stock) is TwPooledEmbeddingDist
@@ -56,7 +56,7 @@ class TrimmedOutputDist(nn.Module):
         )
 
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
-        """local_embs: [global batch, columns of this rank]. Awaits to [local batch, columns of all ranks]."""
+        """Returns an awaitable of [local batch, columns of all ranks]. local_embs: [global batch, own columns]."""
         divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
         make = partial(_Exchange, self._group, self._dims, sizes, self._rank, divides, local_embs.device)
         replay = _Exchange.replay if self._cuda_graph else None
@@ -75,12 +75,12 @@ class _Exchange:
         divides: bool,
         device: torch.device,
     ) -> None:
-        """divides: the gradient by the number of ranks."""
+        """divides: whether to divide the gradient by the number of ranks."""
         self._divides = divides
         self._group, self._ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
         self._by_table = [size * dims[rank] for size in batch_sizes]
         self._by_sample = [self.local_batch_size * dim for dim in dims]
-        # Received blocks are [rank, sample, columns of the rank]; all columns are multiples of one width.
+        # Received blocks are [rank, sample, columns of the rank]; all numbers of columns are multiples of one width.
         self._width = math.gcd(*dims)
         order, first = [], 0
         for dim in dims:
@@ -92,7 +92,7 @@ class _Exchange:
         self.graphed: list[GraphedFunction] = []
 
     def replay(self) -> None:
-        """Both ways are replayed as CUDA graphs from now on."""
+        """Replays both directions as CUDA graphs from now on."""
         forward, name = lambda local_embs: (self._start_forward(local_embs)(),), "the pooled vectors' all-to-all"
         self.graphed = [
             GraphedFunction(forward, name, self._group),
@@ -107,7 +107,7 @@ class _Exchange:
         return lambda: pooled
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Returns the flat gradient by the sent vectors, from that by the received ones."""
+        """Returns the flat gradient of the sent vectors, given the gradient of the received ones."""
         return self.graphed[1](grad)[0] if self.graphed else self._backward(grad)
 
     def _start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
@@ -133,7 +133,7 @@ class _Exchange:
         )
 
     def _reordered(self, values: Tensor, order: Tensor) -> Tensor:
-        """Reorders in one kernel, where a cat or a copy for each rank needs several or makes the host assemble lists of
+        """Reorders in one kernel; a cat or a copy per rank would need several, or make the host assemble lists of
         views."""
         return values.reshape(-1, self._width).index_select(0, order)
 
@@ -152,7 +152,7 @@ class _PooledOnTheirWay(Awaitable[Tensor]):
 class _Pooled(Function):
     """The pooled vectors as a function of the sent ones.
 
-    The returned tensor is made within, and no view: autograd refuses in-place changes of anything else.
+    The returned tensor is created within, and is not a view: autograd refuses in-place changes of anything else.
     """
 
     @staticmethod

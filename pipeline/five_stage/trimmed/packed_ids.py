@@ -7,7 +7,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 _UNITS = {4: torch.int32, 8: torch.int64}
-"""Types, by their bytes, that ids and weights are cut into: NCCL sends them."""
+"""Types, by size in bytes, that ids and weights are reinterpreted as: NCCL can send them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class IdFormat:
 
     @staticmethod
     def of(features: KeyedJaggedTensor) -> "IdFormat":
-        """Returns that of a KJT."""
+        """Returns the format of a KJT."""
         weights = features.weights_or_none()
         return IdFormat(features.values().dtype, None if weights is None else weights.dtype)
 

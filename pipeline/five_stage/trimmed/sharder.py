@@ -1,9 +1,9 @@
-"""TorchRec's EmbeddingBagCollection with an input dist that asks nothing twice: the switch `trim_input_dist`.
+"""TorchRec's EmbeddingBagCollection without redundant exchanges in its input dist: the switch `trim_input_dist`.
 
     DistributedModelParallel(model, sharders=[TrimmedEBCSharder(multi_hot_sizes={"f0": 3, "f1": 1})], ...)
 
 is all that a user changes: planner, plan, state_dict, KJT in, KeyedTensor out, fused optimizers, codecs and pipelines
-stay. Collectives and host reads of a rank for a batch, by sharding type:
+stay the same. Collectives and host reads of a rank per batch, by sharding type:
 
 | sharding types | features | collectives | host reads |
 |---|---|---|---|
@@ -15,13 +15,13 @@ stay. Collectives and host reads of a rank for a batch, by sharding type:
 | TWRW, grid, virtual tables | any | TorchRec's own input dist | TorchRec's |
 | RW and TWRW, within `by_capacity` | all declared | 1: messages of a fixed size (capacity_dist.py) | 0 |
 
-Weights of bags travel beside their ids, in the same all-to-all.
+Weights of ids are exchanged with their ids, in the same all-to-all.
 
 One undeclared feature makes its whole sharding type dynamic, because splitting the type would cost another collective
 and save nothing. Stock TorchRec 1.6.1 takes 3 collectives, 2 host reads and 4 lists put on the device for TW alone, and
 7, 5 and 12 for a mixed plan; later versions read more often.
 
-Where TW is the only type with an exchange, the output dist of pooled vectors is trimmed too: see output_dist.
+If TW is the only type with an exchange, the output dist of pooled vectors is trimmed too: see output_dist.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ from .ebc import TrimmedEBC
 
 
 class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
-    """Shards an EmbeddingBagCollection into a TrimmedEBC; see the module."""
+    """Shards an EmbeddingBagCollection into a TrimmedEBC; see the module's docstring."""
 
     def __init__(
         self,
@@ -49,24 +49,24 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         rows_to_all: bool = False,
         row_capacity: float | None = None,
     ) -> None:
-        """multi_hot_sizes: ids in every bag of a feature; leave out features whose bags vary.
+        """multi_hot_sizes: number of ids in every bag of a feature; leave out features whose bags vary.
 
         rows_to_all: send all ids of row-wise tables of declared sizes to every rank, which looks up its own rows, and
-        the others with weight zero. It needs no read of the device, and multiplies lookups by the number of ranks: for
+        the others with weight zero. It needs no read of the device, but multiplies lookups by the number of ranks: for
         small batches, or few ranks. Not with feature processors, which replace that weight.
 
-        row_capacity: within FiveStagePipeline's graphs of whole iterations, room for the ids of row-wise and
-        table-row-wise tables, of declared sizes, for each pair of ranks: 1.0 if ids are spread evenly over the rows, as
-        hashed ones are; 2.0 if some rank's rows are named twice as often. A batch with more ids goes eagerly, less than
-        one in a million of such ids drawn independently (capacity.py). So does one that names no row of some rank under
-        Adam and weight decay (capacity_dist.py). Elsewhere these tables' input dist is exact.
+        row_capacity: within FiveStagePipeline's graphs of whole iterations, the capacity for the ids of row-wise and
+        table-row-wise tables, of declared sizes, for each pair of ranks: 1.0 if ids are spread evenly over the rows,
+        like hashed ones; 2.0 if some rank's rows are named twice as often. A batch with more ids runs eagerly: less
+        than one in a million if such ids are drawn independently (capacity.py). Under Adam and weight decay, so does a
+        batch that names no row of some rank (capacity_dist.py). Elsewhere these tables' input dist is exact.
 
-        validate: look at every length of every batch before anything is exchanged, and at the ranks' batch sizes. Costs
-        reads of the device and a collective of its own: to find what breaks a promise, not for timing. cuda_graph: on
-        GPUs replay each all-to-all, and what is around it, as a CUDA graph, where sizes are declared, for batches of
-        the first one's size; all of it is then on the caller's stream, and `close` of what this makes belongs before
-        the end of the process group. ValueError where a size is not a positive integer, a switch neither True nor
-        False, or row_capacity less than 1 or beside rows_to_all.
+        validate: check every length of every batch before anything is exchanged, and the ranks' batch sizes. Costs
+        device reads and a separate collective: for finding wrong declarations, not for timing. cuda_graph: on GPUs
+        replay each all-to-all, and the kernels around it, as a CUDA graph, if sizes are declared, for batches of the
+        first batch's size; all of it then runs on the caller's stream, and the sharded module's `close` must be called
+        before the process group is destroyed. ValueError if a size is not a positive integer, a switch is neither True
+        nor False, or row_capacity is less than 1 or combined with rows_to_all.
         """
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         wrong = {name: size for name, size in multi_hot_sizes.items() if type(size) is not int or size < 1}
@@ -90,7 +90,7 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> TrimmedEBC:
-        """Collective. ValueError where the trimmed input dist has no way for the module or the environment."""
+        """Returns the sharded collection. Collective. ValueError if the trimmed input dist does not support it."""
         if env.process_group is None or isinstance(env, ShardingEnv2D):
             raise ValueError("TrimmedEBCSharder shards over one process group: use EmbeddingBagCollectionSharder")
         return TrimmedEBC(
@@ -110,5 +110,5 @@ class TrimmedEBCSharder(EmbeddingBagCollectionSharder):
 
     @property
     def sharded_module_type(self) -> type[TrimmedEBC]:
-        """The type of module that `shard` makes."""
+        """The type of module that `shard` returns."""
         return TrimmedEBC

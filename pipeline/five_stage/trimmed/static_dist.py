@@ -1,10 +1,10 @@
 """TorchRec's input dist without exchanges of sizes, for features whose multi-hot sizes were declared.
 
-An input dist takes the KJT of the local batch to one KJT a sharding type, each with the bags of the global batch that
-this rank looks up. StaticDist is for groups of features of declared sizes; dynamic_dist.py is for all others.
+An input dist converts the KJT of the local batch to one KJT per sharding type, each with the bags of the global batch
+that this rank looks up. StaticDist is for groups of features of declared sizes; dynamic_dist.py is for all others.
 
-Ranks exchange over one process group, collectives in the order of the calls. A dist's methods and both of its waits
-belong on one stream, which orders the reuse of all memory; a reader on another stream waits for an event
+Ranks exchange over one process group, with collectives in the order of the calls. A dist's methods and both of its
+waits belong on one stream, which orders the reuse of all memory; a reader on another stream waits for an event
 recorded after the second wait, and keeps the KJTs until an event of its own.
 """
 
@@ -26,33 +26,33 @@ from .owned_rows import OwnedRows, owned_rows
 from .packed_ids import IdFormat
 
 _LOOKED_UP_AT_ONCE = 16
-"""Ids of a bag in lookups without pooling: a warp of FBGEMM's kernel looks up one bag, id after id."""
+"""Maximum ids per bag in unpooled lookups: a warp of FBGEMM's kernel looks up one bag, id after id."""
 _INT32_ELEMENTS = 1 << 31
-"""Smallest number of elements that TorchRec's way back of unpooled vectors cannot count in int32: it multiplies lengths
-by the width and sums them in the lengths' own type, and FBGEMM's permutation then reads past its memory."""
+"""Number of elements from which TorchRec's backward of unpooled vectors overflows int32: it multiplies lengths by the
+width and sums them in the lengths' own type, and FBGEMM's permutation then reads out of bounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The features of one sharding type of an EBC, in the order of its lookup; once for each shard that reads them."""
+    """The features of one sharding type of an EBC, in lookup order; once for each shard that reads them."""
 
     index: int
-    """Among the EBC's sharding types."""
+    """Index among the EBC's sharding types."""
     features: list[list[str]]
     """Names of each rank's features."""
     exchanged: bool
-    """False where every rank looks up its own batch: data-parallel tables."""
+    """False if every rank looks up its own batch: data-parallel tables."""
     hash_sizes: list[int] | None = None
-    """Rows of each feature's table where rows are sharded, evenly; all ranks then have all features."""
+    """Rows of each feature's table if tables are split by rows, evenly; all ranks then have all features."""
     offset_type: torch.dtype = torch.int64
-    """The type of offsets that the lookup takes."""
+    """The dtype of offsets for the lookup."""
     width: int = 1
-    """Elements of an id's vector, where vectors come back unpooled."""
+    """Elements of an id's vector, if vectors are returned unpooled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """The ranks that exchange, seen from one of them."""
+    """The ranks that exchange, from the point of view of one of them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -67,11 +67,11 @@ class InFlight(Protocol):
         """Starts the values' all-to-all."""
 
     def finish(self) -> dict[int, KeyedJaggedTensor]:
-        """Makes the current stream wait for it; the KJT of each group, by the group's index."""
+        """Makes the current stream wait for the all-to-all; returns the KJT of each group, by the group's index."""
 
 
 class FirstWait(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """The wait of one group. It launches the exchange of all groups; waiting for its result finishes that."""
+    """The first wait of one group: launches the exchange of all groups; waiting for its result finishes that."""
 
     def __init__(self, in_flight: InFlight, index: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _SecondWait(Awaitable[KeyedJaggedTensor]):
 
 @dataclass(slots=True)
 class AllToAll:
-    """One asynchronous all-to-all of values; keeps the memory that it reads and writes."""
+    """One asynchronous all-to-all of values; keeps the memory that it reads and writes alive."""
 
     sent: Tensor
     received: Tensor
@@ -101,7 +101,7 @@ class AllToAll:
 
     @staticmethod
     def start(sent: Tensor, send_splits: list[int], receive_splits: list[int], rank_group: RankGroup) -> "AllToAll":
-        """Splits: rows for and from each rank. A single rank receives its own rows."""
+        """Starts it. Splits: number of rows for and from each rank. A single rank receives its own rows."""
         if rank_group.world_size == 1:
             return AllToAll(sent, sent, None)
         received = torch.empty(sum(receive_splits), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
@@ -110,7 +110,7 @@ class AllToAll:
         return AllToAll(sent, received, work)
 
     def wait(self) -> Tensor:
-        """Waits, and returns what was received."""
+        """Waits; returns the received tensor."""
         if self.work is not None:
             self.work.wait()
         return self.received
@@ -121,23 +121,23 @@ class Sizes:
     """Numbers of ids of the declared features."""
 
     per_bag: Mapping[str, int]
-    """Number of ids in every bag, of the features with a fixed one."""
+    """Number of ids in every bag, for features where it is fixed."""
     per_batch: Sequence[Mapping[str, int]] = ({},)
-    """Number of ids in a batch, of unpooled features with a fixed one, whatever the lengths of sequences; one or more
+    """Number of ids in a batch, for unpooled features where it is fixed, whatever the lengths of sequences; one or more
     kinds of batches, which name the same features."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.per_bag or name in self.per_batch[0]
 
     def ids(self, name: str, stride: int, kind: int = 0) -> int:
-        """Returns a feature's ids in a batch of `stride` bags and of this kind."""
+        """Returns the number of a feature's ids in a batch of `stride` bags and of this kind."""
         of_batch = self.per_batch[kind].get(name)
         return stride * self.per_bag[name] if of_batch is None else of_batch
 
 
 @dataclass(frozen=True, slots=True)
 class KJTLayout:
-    """Everything of a group's KJT but its ids and weights, which are those from `start` to `end` of the batch."""
+    """A group's KJT except its ids and weights, which are the batch's from `start` to `end`."""
 
     group: Group
     start: int
@@ -149,10 +149,10 @@ class KJTLayout:
     length_per_key: list[int]
     offset_per_key: list[int]
     owned: OwnedRows | None = None
-    """Ids of row-wise tables that name this rank's rows; None without such tables."""
+    """Mapping of row-wise tables' ids to this rank's rows; None without such tables."""
 
     def kjt(self, values: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
-        """Complete: neither its lookup nor `sync` has to read the device."""
+        """Returns a complete KJT: neither its lookup nor `sync` has to read the device."""
         ids, weights = values[self.start : self.end], None if weights is None else weights[self.start : self.end]
         if self.owned is not None:
             ids, weights = self.owned.local(ids, weights)
@@ -170,10 +170,10 @@ class KJTLayout:
 
 @dataclass(slots=True)
 class _Layout:
-    """Everything that batches of one stride have in common. An index of None: the order is right as it is."""
+    """The properties common to batches of one stride. An index of None means that the order is already right."""
 
     kept_index: Tensor | None
-    """Positions in the input's values of those to send, by rank, then of those that are looked up here."""
+    """Positions in the input's values of those to send, by rank, then of those looked up here."""
     num_kept: int
     send_splits: list[int]
     receive_splits: list[int]
@@ -181,17 +181,17 @@ class _Layout:
     exchanged: list[KJTLayout]
     local: list[KJTLayout]
     graphed: GraphedFunction | None = None
-    """StaticDist.exchange of such batches, where it is to be replayed."""
+    """StaticDist.exchange of such batches, if it is to be replayed."""
 
 
 class StaticDist:
-    """The input dist of groups whose features all have declared multi-hot sizes. Of row-wise tables every rank is sent
-    all ids.
+    """The input dist of groups whose features all have declared multi-hot sizes. For row-wise tables, every rank
+    receives all ids.
 
-    A batch takes a gather, an all-to-all of values and another gather; no host read, no lengths, no splits. Where
-    nothing is exchanged only the first gather is left, and where an order is right as it is its gather falls away. An
-    input that also has keys of undeclared sizes, which move the others' values about, takes FBGEMM's permute by the
-    lengths in the first gather's place, which is a few launches.
+    A batch takes a gather, an all-to-all of values and another gather; no host read, no lengths, no splits. If nothing
+    is exchanged, only the first gather remains, and a gather is skipped if the order is already right. If an input also
+    has keys of undeclared sizes, whose values shift the others', the first gather is replaced by FBGEMM's permute by
+    lengths, which takes a few launches.
     """
 
     def __init__(
@@ -203,10 +203,10 @@ class StaticDist:
         cuda_graph: bool = False,
         pooled: bool = True,
     ) -> None:
-        """keys: of the input, in its order. sizes: of the groups' features and maybe of other keys. pooled: False where
-        the lookup is id by id, so that bags may be any.
+        """keys: of the input, in order. sizes: of the groups' features and possibly of other keys. pooled: False if the
+        lookup is id by id, so that any bags will do.
 
-        cuda_graph: replay the gathers and the all-to-all, where there is an exchange and all keys are declared, for
+        cuda_graph: replay the gathers and the all-to-all, if there is an exchange and all keys are declared, for
         batches like the first one.
         """
         self.groups = groups
@@ -224,8 +224,8 @@ class StaticDist:
         self._layouts = BatchSizeCache[_Layout]()
 
     def start(self, features: KeyedJaggedTensor, kind: int = 0) -> InFlight:
-        """One batch, of a kind that the sizes have, whose lengths are trusted. A stride and kind seen for the first
-        time put their indices on the device."""
+        """Starts one batch, of one of the sizes' kinds, whose lengths are trusted. A new stride and kind copies its
+        indices to the device."""
         lengths = features.lengths_or_none()
         size = (features.stride(), kind, features.offsets().dtype if lengths is None else lengths.dtype)
         replay = self._replay if self._cuda_graph and self._all_declared else None
@@ -246,15 +246,15 @@ class StaticDist:
         return (received, kept) if layout.local else (received,)
 
     def format_of(self, features: KeyedJaggedTensor) -> IdFormat:
-        """Returns how a batch's ids travel: with their weights, if they have any and are pooled."""
+        """Returns the exchange format of a batch's ids: with their weights, if they have any and are pooled."""
         return IdFormat.of(features) if self._pooled else IdFormat(features.values().dtype, None)
 
     def packed(self, features: KeyedJaggedTensor, form: IdFormat) -> Tensor:
-        """Returns the ids of the input, with their weights."""
+        """Returns the ids of the input, packed with their weights."""
         return form.pack(features.values(), None if form.weights is None else features.weights())
 
     def kept(self, features: KeyedJaggedTensor, form: IdFormat, layout: _Layout) -> Tensor:
-        """Returns the ids to send, by rank, then those looked up here, with their weights."""
+        """Returns the ids to send, by rank, then those looked up here, packed with their weights."""
         if self._all_declared:
             return gather(self.packed(features, form), layout.kept_index)
         lengths = features.lengths().view(len(self._keys), -1)
@@ -265,7 +265,7 @@ class StaticDist:
         return form.pack(ids, weights)
 
     def all_to_all(self, kept: Tensor, layout: _Layout) -> AllToAll | None:
-        """Starts the exchange; None where no group is exchanged."""
+        """Starts the exchange; returns None if no group is exchanged."""
         if not self._exchanged:
             return None
         sent = kept[: sum(layout.send_splits)]
@@ -305,7 +305,7 @@ class StaticDist:
         ids_of: Callable[[str], int],
         dtype: torch.dtype,
     ) -> list[KJTLayout]:
-        """batches: of how many ranks, each of `stride` bags."""
+        """Returns layouts. batches: number of ranks whose batches, of `stride` bags each, are included."""
         layouts, device = [], self._rank_group.device
         for group in groups:
             keys = group.features[self._rank_group.rank]
@@ -339,7 +339,7 @@ def _even(count: int, bags: int) -> Tensor:
 def blocks_of(
     names: Sequence[str], keys: Sequence[str], ids: Callable[[str], int]
 ) -> tuple[list[tuple[int, int]], int]:
-    """Returns the blocks of values of `names`, and how many values there are, in an input of `keys` all declared."""
+    """Returns the value ranges of `names`, and the number of values, in an input of `keys`, all declared."""
     starts = dict(zip(keys, accumulate(map(ids, keys), initial=0), strict=False))
     return [(starts[name], ids(name)) for name in names], sum(map(ids, keys))
 
@@ -379,14 +379,14 @@ class _StaticInFlight:
 
 
 def gather(source: Tensor, index: Tensor | None) -> Tensor:
-    """Rows of `source` at the index; without one, all of them."""
+    """Returns the rows of `source` at the index; without one, all rows."""
     return source if index is None else source.index_select(0, index)
 
 
 def positions(blocks: Sequence[tuple[int, int]], total: int, device: torch.device) -> Tensor | None:
-    """Positions of the blocks (first, length), one after another; None where they are 0 .. total - 1.
+    """Returns the positions in the blocks (first, length), one after another; None if they are 0 .. total - 1.
 
-    kernels.gather_segments would read no index, but Triton launches from Python: what is dear here is host time.
+    kernels.gather_segments would need no index, but Triton launches from Python: the scarce resource is host time.
     """
     of_blocks = [torch.arange(first, first + length, dtype=torch.int32) for first, length in blocks]
     index = torch.cat(of_blocks) if of_blocks else torch.empty(0, dtype=torch.int32)

@@ -24,5 +24,7 @@ def test_sizes_of_the_mlperf_model() -> None:
 
 def test_a_model_without_counted_work_is_refused_with_those_that_have_it() -> None:
     ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="--preset zoo-deepfm: the work of DeepFM is not counted: choose one of smoke, "):
+    with pytest.raises(
+        ValueError, match="--preset zoo-deepfm: the work of DeepFM is not counted: choose one of smoke, "
+    ):
         next(measure(preset("zoo-deepfm"), ranks))

@@ -43,6 +43,14 @@ def test_untouched_shares_memory_and_nothing_computed() -> None:
     assert fresh.features.stride() == 2
 
 
+def test_untouched_has_the_weights() -> None:
+    used = batch()
+    used.features = KeyedJaggedTensor(
+        ["a", "b"], used.features.values(), weights=torch.rand(6), lengths=used.features.lengths(), stride=2
+    )
+    assert used.untouched().features.weights().data_ptr() == used.features.weights().data_ptr()
+
+
 def test_a_copy_is_of_its_type() -> None:
     copy = batch().to(torch.device("cpu"))
     assert type(copy) is Two

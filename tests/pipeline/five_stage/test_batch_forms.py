@@ -80,3 +80,10 @@ def test_one_declared_number_is_one_form() -> None:
     assert of_bags.number(first) == 0
     assert of_bags.number(batch(sequences=9)) is None  # of another number of actions than the first one
     assert of_bags.number(first.labels) is None  # without a KJT
+
+
+def test_values_that_cannot_be_compared_have_no_form() -> None:
+    first: Any = batch(sequences=6)
+    first.labels = {1}
+    forms = BatchForms(first, [first.bags, first.sequences, first.others], [BAGS, SEQUENCES, OTHERS])
+    assert forms.number(first) is None

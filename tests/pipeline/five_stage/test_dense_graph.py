@@ -152,7 +152,7 @@ def timeout(ranks: Ranks) -> None:
     dist.init_process_group("gloo", timeout=timedelta(hours=3))
     dlrm_bench.pipeline.five_stage.pipeline.why_not_graphed = lambda *_: None
     _, trainer = train(ranks, DENSE, batches(ranks, 2), plan="TW")
-    assert trainer._graph._group._get_backend(ranks.device).options._timeout == timedelta(hours=3)
+    assert trainer._graph.group._get_backend(ranks.device).options._timeout == timedelta(hours=3)
 
 
 def test_its_group_has_the_timeout_of_the_default_one(run_ranks):

@@ -276,7 +276,7 @@ def why(ranks: Ranks) -> None:
     captured, said = train_on(lambda i: object())
     assert not captured
     assert said is not None
-    assert "batch.note is <object object at 0x" in said
+    assert said.startswith("10 of 10 batches ran eagerly: batch.note is a object, whose values a graph cannot compare")
     captured, said = train_on(lambda i: [5] * (1 + i))
     assert not captured
     assert said is not None

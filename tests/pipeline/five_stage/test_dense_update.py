@@ -19,11 +19,13 @@ from torchrec.distributed import TrainPipelineSparseDist
 import dlrm_bench.pipeline.five_stage.dense_update
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.five_stage.step_graph
+from dlrm_bench.dlrm.dense.guarded_adam import GuardedAdam
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.captured_update import CapturedUpdate
 from dlrm_bench.pipeline.five_stage.dense_update import WATCHED, DenseUpdate
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
-from dlrm_bench.pipeline.five_stage.step_graph import CHANGED, WARM_UP
+from dlrm_bench.pipeline.five_stage.step_graph import CHANGED, WARM_UP, why_never
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.graphed_steps import ANEW, CPU, Twins, graphs_on_cpu
 from tests.pipeline.five_stage.torchrec_models import Trained, batches, build, drain, state
@@ -36,6 +38,8 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Lamb(torch.optim.Optimizer):
     """As people write their own, with the option `capturable`: the host reads its step count without it."""
+
+    runs_in_graphs = True
 
     def __init__(self, params: Any, lr: float, capturable: bool = False) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "capturable": capturable})
@@ -198,6 +202,8 @@ def test_state_that_is_written_in_place_is_read():
 class CountsInPython(Adam):
     """Its state has a number that no graph would count."""
 
+    runs_in_graphs = True  # which is wrong
+
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for of in self.state.values():
@@ -217,6 +223,46 @@ def test_what_a_graph_would_freeze_is_eager(kind, arguments, why):
     twins = Twins(kind, **arguments)
     assert twins.run(10) == (0, 0)
     assert re.search(rf"\d of 10 steps ran eagerly: .*{why}", twins.update.why_not or "")
+
+
+class Halves(Adam):
+    """Does more than Adam."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                torch._foreach_mul_(group["params"], 0.5)
+
+
+class Renamed(Adam):
+    """Does what Adam does."""
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize(
+    ("kind", "arguments", "why"),
+    [
+        (Halves, {}, "Halves has a step of its own"),
+        (Halves, {"capturable": True}, None),
+        (Renamed, {}, None),
+        (torch.optim.NAdam, {}, "NAdam keeps its state mu_product on the host: set capturable=True"),
+        (torch.optim.NAdam, {"capturable": True}, None),
+    ],
+)
+def test_steps_that_do_more_or_keep_state_on_the_host_are_named(kind, arguments, why):
+    for _ in range(2):  # torch puts a wrapper in the place of a step when the class is first used
+        found = why_never(kind([torch.nn.Parameter(torch.ones(2))], **arguments))
+        assert (found or "").startswith(why or "")
+        assert (found is None) is (why is None)
+
+
+def test_the_projects_own_optimizer_says_that_it_runs_in_graphs():
+    guarded = GuardedAdam([torch.nn.Parameter(torch.ones(2))], torch.zeros(()), lr=0.1, betas=(0.9, 0.99), eps=1e-8)
+    assert why_never(guarded) is None
+    update = CapturedUpdate(guarded, guarded.param_groups[0]["params"])
+    assert update.why_not is None
+    assert [inner for inner, _ in update._works] == [guarded]
 
 
 @pytest.mark.usefixtures("graphed")

@@ -242,3 +242,55 @@ def replaces(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_a_buffer_that_the_forward_replaces_is_named(run_ranks, world_size, gpu):
     run_ranks(world_size, replaces, gpu=gpu)
+
+
+class Counts(nn.Module):
+    """Adds to a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.total.to(x.device) + 1
+        return x
+
+
+def counts(ranks: Ranks) -> None:
+    tolerance = start(ranks)
+    totals: list[Counts] = []
+
+    def before(model: DLRMTrain) -> None:
+        totals.append(Counts())
+        model.model.over_arch.model.insert(1, totals[-1])
+
+    theirs, _ = train(ranks, None, lambda model: None, before=before)
+    ours, trainer = train(ranks, DENSE, lambda model: None, before=before)
+    assert "puts another tensor in the place of model.over_arch.model.1.total" in trainer.switched_off["cuda_graph"]
+    assert_equal(ours, theirs, tolerance)
+    assert [of.total.item() for of in totals] == [20, 20]
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_an_attribute_that_the_forward_replaces_is_named(run_ranks, world_size, gpu):
+    run_ranks(world_size, counts, gpu=gpu)
+
+
+def test_attributes_are_watched_from_a_capture_to_the_next_change() -> None:
+    model = nn.Sequential(Counts(), Norm())
+    frozen = FrozenModel(model, [])
+    model[0].total = torch.ones(())
+    assert frozen.change() is None
+    frozen.watch_attributes()
+    model[1].later = 0
+    frozen.watch_attributes()
+    total, model[0].total, model[1].made, model[1].later = model[0].total, *(torch.zeros(()) for _ in range(3))
+    assert frozen.put_back() == "0.total"
+    assert model[0].total is total
+    assert not hasattr(model[1], "made")
+    assert model[1].later == 0
+    assert type(model[1].later) is int
+    model[0].total = torch.zeros(())
+    assert frozen.change() == "another tensor is 0.total"
+    model[0].total = torch.zeros(())
+    assert frozen.change() is None

@@ -8,11 +8,13 @@ from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs, why_not_graphed
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from tests.pipeline.five_stage.any_models import MODELS, PLANS, Everything, TwoTower, build
+from tests.pipeline.five_stage.test_dense_run import wrapped
 
 GPU = torch.device("cuda", 0)
 
@@ -53,6 +55,31 @@ def obstacles(ranks: Ranks) -> list[Any]:
 
     plain = [why(model) for model in MODELS.values()]
     return [plain, *map(why, (Shared, HookedProcessor, Hooked, OfGradients, InBackward))]
+
+
+def wrappers(ranks: Ranks) -> list[Any]:
+    signal.alarm(600)
+    said = []
+    for arguments in (
+        {"find_unused_parameters": True, "static_graph": False},
+        {"params_to_ignore": ["user.mlp.2.bias"]},
+        {"ddp_kwargs": {"mixed_precision": _MixedPrecision(param_dtype=torch.float32)}},
+    ):
+        with wrapped(**arguments):
+            sharded, _ = build(ranks, TwoTower, PLANS["TW"])
+        said.append(why_not_graphed(sharded, sharded_modules(sharded), GPU))
+    with wrapped(params_to_ignore=["user.mlp.2.bias"]):
+        sharded, _ = build(ranks, TwoTower, PLANS["TW"])
+    sharded.module.user.mlp[2].bias.requires_grad_(False)
+    return [*said, why_not_graphed(sharded, sharded_modules(sharded), GPU)]
+
+
+def test_what_ddp_does_with_gradients_otherwise_is_named(run_ranks):
+    ((unused, ignored, mixed, frozen),) = run_ranks(1, wrappers)
+    assert unused.startswith("DistributedDataParallel has find_unused_parameters=True")
+    assert ignored.startswith("DistributedDataParallel ignores user.mlp.2.bias")
+    assert mixed.startswith("DistributedDataParallel has mixed_precision")
+    assert frozen is None
 
 
 def test_hooks_and_the_like_are_named(run_ranks):

@@ -26,7 +26,7 @@ def test_a_value_that_means_nothing_is_refused(options, message):
 
 @pytest.mark.parametrize("graph", ["iteration", "iteration-or-dense"])
 def test_an_iterations_graph_is_launched_by_one_thread(graph):
-    with pytest.raises(ValueError, match="launches an iteration at once: set launch_threads=1"):
+    with pytest.raises(ValueError, match="replays whole iterations: set launch_threads=1"):
         FiveStageOptions(cuda_graph=graph, launch_threads=2)
 
 

@@ -6,16 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.batch_fields import follow
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.sharded_modules import Sharded, find_inputs, sharded_modules
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
-from tests.pipeline.five_stage.any_models import RW, TW, Everything, build
+from tests.pipeline.five_stage.any_models import RW, TW, Everything, TwoTower, batches, build
 
 CPU = torch.device("cpu")
 
@@ -26,7 +30,7 @@ class Collection(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("rows", torch.zeros(3))
-        self._embedding_names, self._embedding_dims = ["a"], [4]
+        self._embedding_names, self._embedding_dims, self._embedding_shardings = ["a"], [4], []
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         return features.lengths().float()
@@ -92,7 +96,7 @@ def computed(batch: Any) -> KeyedJaggedTensor:
 @pytest.mark.parametrize(
     ("calls", "why"),
     [
-        ([(0, computed)], "gives collections.0 a KeyedJaggedTensor that is no field of the batch"),
+        ([(0, computed)], "passes collections.0 a KeyedJaggedTensor that is not a field of the"),
         ([(0, lambda batch: batch[0].values())], "gives collections.0 a Tensor that is no field"),
         ([(0, first), (0, first)], "calls collections.0 twice with one batch"),
         ([], "does not call collections.0, collections.1"),
@@ -153,3 +157,32 @@ def test_processors_of_rows_that_go_to_all_ranks_are_refused(run_ranks: Callable
         assert taken == "4 modules"
         assert refused.startswith("processed has feature processors")
         assert "leave TrimmedEBCSharder's rows_to_all out" in refused
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def half(ranks: Ranks) -> None:
+    """The model computes in the type of its tables, from the search on."""
+
+    class Half(TwoTower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.user.mlp.half()
+            self.item.mlp.half()
+
+        def logits(self, batch: Any) -> Tensor:
+            return super().logits(batch).float()
+
+    sharder = EmbeddingBagCollectionSharder(fused_params={"output_dtype": SparseType.FP16})
+    losses = []
+    for kind in (TrainPipelineSparseDist, FiveStagePipeline):
+        model, optimizer = build(ranks, Half, lambda i, sequence: TW, sgd, sharders={EmbeddingBagCollection: sharder})
+        pipeline, data = kind(model, optimizer, ranks.device), iter(batches(ranks, 4))
+        losses.append([pipeline.progress(data)[0].item() for _ in range(4)])
+    assert losses[0] == losses[1]
+
+
+def test_the_search_has_vectors_of_the_tables_output_type(run_ranks):
+    run_ranks(1, half)

@@ -126,6 +126,26 @@ def test_trains_bit_by_bit_as_stock(run_ranks: Callable[..., Any], world_size: i
             assert world_size == 1 or any(rooms[name] < ids[name] for name in rooms)
 
 
+def integers(ranks: Ranks) -> None:
+    case = Case(RW, weighted=False)
+    made = batches(case, ranks)
+    theirs, ours = stock(case, ranks), trimmed(case, ranks, row_capacity=HEADROOM)
+    ours.model.load_state_dict(theirs.model.state_dict())
+    by_capacity = Distributed(ours)
+    expected = train(theirs, made)
+    for batch in made:
+        kjt = batch.sparse_features
+        kjt._weights = torch.full_like(kjt.values(), 3)
+    found = train(ours, made)
+    for mine, other in zip(found[0], expected[0], strict=True):
+        assert torch.equal(mine, other)
+    assert by_capacity.overflows == [0] * len(made)
+
+
+def test_weights_that_are_integers_count_for_none(run_ranks: Callable[..., Any]) -> None:
+    run_ranks(2, integers)
+
+
 class Reads(TorchDispatchMode):
     """Counts what makes the host wait for a GPU."""
 

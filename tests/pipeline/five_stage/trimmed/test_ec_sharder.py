@@ -165,7 +165,7 @@ def not_trimmed(ranks: Ranks) -> list[str]:
 
 def test_what_is_not_fixed_is_torchrecs_and_said(run_ranks):
     (why,) = run_ranks(1, not_trimmed)
-    assert why == ["row_wise tables depend on the ids", "neither sequence_lengths nor batch_ids has context"]
+    assert why == ["row_wise tables depend on the ids", "neither sequence_lengths nor batch_ids declares context"]
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.5, True])
@@ -182,7 +182,7 @@ def test_a_feature_is_declared_once():
 @pytest.mark.parametrize(
     ("batch_ids", "message"),
     [
-        ([{"a": 3, "b": 2}, {"a": 2, "b": 3}], r"\[5, 5\] ids in all"),
+        ([{"a": 3, "b": 2}, {"a": 2, "b": 3}], r"the totals \[5, 5\]"),
         ([{"a": 3}, {"b": 2}], "different features"),
         ([{"a": 3}, {"a": 0}], r"positive integers, not \{'a': 0"),
     ],

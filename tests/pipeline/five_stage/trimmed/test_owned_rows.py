@@ -28,6 +28,13 @@ def test_each_id_counts_at_the_rank_that_has_its_row(dtype: torch.dtype, weighte
     assert torch.equal(total, expected)
 
 
+def test_weights_that_are_integers_count_for_none() -> None:
+    """As in TorchRec's kernels."""
+    _, own = owned_rows([10], [4], 0, 2, CPU).local(torch.tensor([1, 7, 8, 2]), torch.tensor([5, 5, 5, 5]))
+    assert own.dtype == torch.float32
+    assert own.tolist() == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize(("rows", "why"), [([10, 7], None), ([10, 4], "a rank has no row of one")])
 def test_tables_that_have_no_row_for_some_rank(rows: list[int], why: str | None) -> None:
     assert why_not_split(rows, 3) == why

@@ -243,17 +243,17 @@ def test_broken_promises_are_named_on_all_ranks(run_ranks):
     ranks = run_ranks(2, break_promises)
     for found in ranks:
         for known in range(2):
-            assert "rank 1: feature f0 has length 2 in sample 1, multi_hot_sizes declares 3" in found[f"length {known}"]
-            assert "rank 0: feature f0 has length 4 in sample 1, multi_hot_sizes declares 3" in found[f"longer {known}"]
+            assert "rank 1: feature f0 has length 2 in sample 1, not 3 as in" in found[f"length {known}"]
+            assert "rank 0: feature f0 has length 4 in sample 1, not 3 as in" in found[f"longer {known}"]
             assert "the ranks' batches have [6, 4] samples" in found[f"stride {known}"]
             assert "rank 1: the input has 77 ids in 6 samples" in found[f"values {known}"]
             assert "IdFormat(ids=torch.int64, weights=torch.float32)" in found[f"types {known}"]
-        assert "no feature f4" in found["missing"]
-        assert "77 ids in 6 samples, multi_hot_sizes declares 13 a sample" in found["number"]
-        assert "feature f0 has 22 ids in 6 samples, multi_hot_sizes declares 3" in found["length_per_key"]
+        assert "lacks the features f4" in found["missing"]
+        assert "77 ids in 6 samples, but multi_hot_sizes declares 13 per sample" in found["number"]
+        assert "feature f0 has 22 ids in 6 samples, but multi_hot_sizes declares 3" in found["length_per_key"]
         assert "keep their order" in found["order"]
-        assert found["weights"] == "the input has weights [78, 1] for ids [78]: one an id"
-        assert "no variable batch per feature: use EmbeddingBagCollectionSharder" in found["batch per feature"]
+        assert found["weights"] == "the input has weights [78, 1] for ids [78]: one per id"
+        assert "batch sizes per feature: use EmbeddingBagCollectionSharder" in found["batch per feature"]
 
 
 def refuse(ranks: Ranks) -> None:
@@ -261,7 +261,7 @@ def refuse(ranks: Ranks) -> None:
     collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
     with pytest.raises(ValueError, match="one process group: use EmbeddingBagCollectionSharder"):
         TrimmedEBCSharder({"f0": 1}).shard(collection, {}, ShardingEnv.from_local(1, 0))
-    with pytest.raises(ValueError, match="mean pooling on row-wise"):
+    with pytest.raises(ValueError, match="mean pooling of row-wise"):
         trimmed(replace(CASES["rw"], pooling=PoolingType.MEAN), ranks)
 
 

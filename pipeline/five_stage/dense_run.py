@@ -1,0 +1,213 @@
+"""Forward, loss and backward of the dense part: eagerly, or as a graph captures them."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from . import reasons
+from .batch_fields import copy_of, snapshot
+from .embedding_outputs import EmbeddingOutputs, Lookups
+from .gradients import FlatGradients
+from .own_collectives import OwnCollectives
+
+_FINE, _COLLECTIVES, _FAILED = 0, 1, 2
+"""Facts that a rank reports about its first batch."""
+
+
+class DenseRun:
+    """Makes the gradients of the dense part by torch.autograd.grad, or where that cannot run it by Tensor.backward.
+
+    All ranks decide that together at the first batch. There they also compare which parameters get gradients: ranks
+    that differ would train other weights, as each publishes its own, and so would a rank that changes later.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharded: Sequence[nn.Module],
+        names: Sequence[str],
+        gradients: FlatGradients,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """names: of the first of the gradients' parameters, those of the dense part. group: of all ranks."""
+        self._model, self._sharded, self._names = model, list(sharded), list(names)
+        self._parameters, self._gradients = gradients.parameters[: len(names)], gradients
+        self._device, self._group = device, group
+        self._by_backward: bool | None = None
+        self._used: list[bool] | None = None
+        self.uses_stay = group.size() > 1
+        """Whether all batches must give gradients to the same parameters."""
+        self.problem: str | None = None
+        """Reason why a graph cannot hold the dense part, as an eager batch has shown; None without one."""
+        self.collectives: str | None = None
+        """Reason why graphs that only some ranks replay cannot hold it: its own collectives; None without them."""
+
+    @property
+    def count(self) -> int:
+        """Returns the number of parameters."""
+        return len(self._parameters)
+
+    def eager(
+        self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Returns the model's output and the gradients of outputs.values. Collective for the first batch."""
+        if self._by_backward is None:
+            return self._first(batch, features, lookups, outputs)
+        run = self._backward if self._by_backward else self.run
+        return run(batch, features, outputs.leaves(), lookups)
+
+    def run(
+        self,
+        batch: Any,
+        features: Sequence[Any],
+        outputs: EmbeddingOutputs,
+        lookups: Lookups,
+        capturing: bool = False,
+        keep: bool = True,
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Runs forward and backward. capturing: does not touch the parameters themselves, because their leaves belong
+        to another stream; earlier batches have shown that the model does not read them. keep: stores the gradients in
+        the flat buffers; otherwise they are returned, with the losses, as the output."""
+        weights = self._stand_ins()
+        asked = [not capturing and parameter.requires_grad for parameter in self._parameters]
+
+        def call(batch: Any) -> tuple[Tensor, Any]:
+            return functional_call(self._model, dict(zip(self._names, weights, strict=True)), (batch,))
+
+        losses, output = lookups.call(call, batch, features, outputs)
+        values = outputs.values
+        trained = [weight for weight in weights if weight.requires_grad]
+        inputs = [*values, *trained, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
+        of_values_and_rest = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
+        of_values: list[Tensor | None] = list(of_values_and_rest[: len(values)])
+        rest = iter(of_values_and_rest[len(values) :])
+        of_weights = [next(rest) if weight.requires_grad else None for weight in weights]
+        past = [next(rest) if ask else None for ask in asked]
+        if not keep:
+            return (losses.detach(), output, of_weights), of_values
+        self._keep(of_weights, past)
+        return output, of_values
+
+    def _first(
+        self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Runs the first batch, and decides how all ranks run the next ones. Collective, so that either all ranks or
+        none run collectives within a model again."""
+        put_back = snapshot(self._model, self._sharded, self._device)
+        again = copy_of(batch, {id(kjt): kjt for kjt in features})  # a forward may change the batch in place
+        watch = OwnCollectives(self._model) if self._group.size() > 1 else None
+        result, own = None, None
+        try:
+            with watch or nullcontext():
+                result = self.run(batch, features, outputs.leaves(), lookups)
+        except Exception as error:
+            own = error
+        exchanges = watch is not None and watch.seen
+        told = self._most(_FAILED if own is not None else _COLLECTIVES if exchanges else _FINE, own)
+        if told == _COLLECTIVES:
+            self.collectives = reasons.OWN_COLLECTIVES()
+        self._by_backward = told == _FAILED
+        if result is None or self._by_backward:
+            put_back()
+            self.problem = (
+                "another rank could not run its first batch by torch.autograd.grad"
+                if own is None
+                else f"{type(own).__name__}: {own}"
+            )
+            result = own = None  # frees the activations that they hold
+            result = self._backward(again, features, outputs.leaves(), lookups)
+        self._agree_on_uses()
+        return result
+
+    def _most(self, own: int, error: Exception | None) -> int:
+        """Returns the largest of all ranks' numbers. Collective; where a broken device cannot even answer, `error` is
+        raised."""
+        try:
+            most = torch.tensor(own, device=self._device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+            return int(most.item())
+        except RuntimeError as broken:
+            if error is None:
+                raise
+            raise error from broken
+
+    def _agree_on_uses(self) -> None:
+        """Raises ValueError on every rank that names a parameter that gets gradients on some ranks only. Collective."""
+        self._used = self._gradients.used[: self.count]
+        if self._group.size() == 1:
+            return
+        counts = torch.tensor(self._used, dtype=torch.int32, device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        for name, count in zip(self._names, counts.tolist(), strict=True):
+            if 0 < count < self._group.size():
+                raise ValueError(f"{name} gets a gradient on {count} of {self._group.size()} ranks: {_INSTEAD}")
+
+    def _check_uses(self, grads: Sequence[Tensor | None]) -> None:
+        used = [grad is not None for grad in grads]
+        if self._used is None or used == self._used or not self.uses_stay:
+            return
+        name, has = next(
+            (name, now) for name, now, was in zip(self._names, used, self._used, strict=True) if now != was
+        )
+        raise ValueError(
+            f"{name} gets {'a' if has else 'no'} gradient from this batch, unlike from the first one: {_INSTEAD}"
+        )
+
+    def _backward(
+        self, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, lookups: Lookups
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Does the same by Tensor.backward, into stand-ins too: hooks of a DDP that has not trained yet would count a
+        backward to the parameters themselves as its first pass; for a static graph, DDP would then reduce wrongly."""
+        weights, step = self._stand_ins(), _Step(self._model)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+        def call(batch: Any) -> tuple[Tensor, Any]:
+            within = {f"model.{name}": weight for name, weight in zip(self._names, weights, strict=True)}
+            return functional_call(step, within, (batch,))
+
+        _, output = lookups.call(call, batch, features, outputs)
+        self._keep([weight.grad for weight in weights], [p.grad for p in self._parameters])
+        return output, outputs.grads
+
+    def _stand_ins(self) -> list[Tensor]:
+        """Returns new leaves over the parameters' memory. Autograd waits for the stream on which a leaf was first used,
+        and the parameters' stream is not the capturing one."""
+        return [parameter.detach().requires_grad_(parameter.requires_grad) for parameter in self._parameters]
+
+    def _keep(self, grads: list[Tensor | None], past: list[Tensor | None]) -> None:
+        """Stores the gradients. past: the gradients of the parameters themselves, read by a module that keeps them in
+        its own list, instead of the stand-ins."""
+        for i, grad in enumerate(past):
+            if grad is not None:
+                within = grads[i]
+                grads[i] = grad if within is None else within + grad
+                if self.problem is None:
+                    self.problem = f"the model reads {self._names[i]} past the module that it is a parameter of"
+        self._check_uses(grads)
+        self._gradients.keep(grads)
+
+
+_INSTEAD = (
+    "graphs publish the same gradients on all ranks and for all batches. Use every parameter in every batch, or set "
+    "cuda_graph='none' and find_unused_parameters=True of DistributedDataParallel"
+)
+
+
+class _Step(nn.Module):
+    """Forward and backward in one: checkpoints rerun parts of the model, which need the same parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        losses, output = self.model(batch)
+        torch.sum(losses, dim=0).backward()
+        return losses, output

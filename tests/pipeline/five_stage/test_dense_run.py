@@ -1,0 +1,264 @@
+"""Parameters that only some batches or ranks use are trained as stock does, or refused by name."""
+
+import copy
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
+from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
+from tests.pipeline.cpu_graphs import dense_graph_on_cpu, iteration_graph_on_cpu
+from tests.pipeline.five_stage import any_models
+from tests.pipeline.five_stage.any_models import PLANS, AnyBatch, TwoTower, batches, build
+
+EAGER, DENSE = FiveStageOptions(), FiveStageOptions(cuda_graph="dense")
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+@contextmanager
+def wrapped(**arguments: Any) -> Iterator[None]:
+    """Models of `build` have a DistributedDataParallel with these arguments."""
+    wrapper = DefaultDataParallelWrapper(**arguments)
+    with patch.object(
+        any_models, "DistributedModelParallel", partial(DistributedModelParallel, data_parallel_wrapper=wrapper)
+    ):
+        yield
+
+
+@dataclass
+class TaskBatch(AnyBatch):
+    task: str = "a"
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "TaskBatch":
+        return TaskBatch(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+
+class Heads(TwoTower):
+    """A head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def logits(self, batch: Any) -> Tensor:
+        head = self.a if batch.task == "a" else self.b
+        return head(super().logits(batch).unsqueeze(-1)).squeeze(-1)
+
+
+def of_tasks(ranks: Ranks, tasks: str) -> list[Any]:
+    data = batches(ranks, len(tasks))
+    return [
+        TaskBatch(**{f.name: getattr(batch, f.name) for f in fields(batch)}, task=task)
+        for batch, task in zip(data, tasks, strict=True)
+    ]
+
+
+def train(
+    ranks: Ranks,
+    kind: Callable[[], nn.Module],
+    options: FiveStageOptions,
+    data: list[Any],
+    around: Callable[[Any], None] = lambda model: None,
+) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Losses, dense weights, and the pipeline."""
+    model, optimizer = build(ranks, kind, PLANS["TW"], sgd)
+    around(model)
+    pipeline = FiveStagePipeline(model, optimizer, ranks.device, options)
+    progress, losses = iter(copy.deepcopy(data)), []
+    try:
+        while True:
+            losses.append(pipeline.progress(progress)[0].item())
+    except StopIteration:
+        pass
+    return losses, {n: p.detach().clone() for n, p in model.module.named_parameters() if "tables" not in n}, pipeline
+
+
+def heads_alternate(ranks: Ranks) -> None:
+    signal.alarm(600)
+    data = of_tasks(ranks, "ab" * 8)
+    with wrapped(static_graph=False, find_unused_parameters=True):
+        losses, weights, _ = train(ranks, Heads, EAGER, data)
+        dense_graph_on_cpu()
+        graphed, of_graphs, pipeline = train(ranks, Heads, DENSE, data)
+    assert len(pipeline._graph._pool) == 2
+    assert graphed == losses
+    torch.testing.assert_close(of_graphs, weights, rtol=0, atol=0)
+
+
+def test_graphs_of_several_forms_train_the_parameters_of_their_own(run_ranks):
+    run_ranks(1, heads_alternate)
+
+
+def heads_differ(ranks: Ranks) -> list[str]:
+    """What is said where ranks differ from the first batch on, and where all change after it."""
+    signal.alarm(600)
+    dense_graph_on_cpu()
+    said = []
+    for tasks in ("abab", "baba") if ranks.rank else ("baba", "baba"):
+        try:
+            train(ranks, Heads, DENSE, of_tasks(ranks, tasks))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_parameters_of_some_ranks_or_batches_are_refused_by_name(run_ranks):
+    for first, later in run_ranks(2, heads_differ):
+        assert first.startswith("a.weight gets a gradient on 1 of 2 ranks: ")
+        assert later.startswith("a.weight gets a gradient from this batch, unlike from the first one: ")
+        assert "Use every parameter in every batch" in later
+
+
+class OutOfPlace(TwoTower):
+    """Preprocesses a field of the batch, and with `reentrant` runs only by Tensor.backward."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(1, 1)
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        inputs = self.preprocessed(batch.dense).sum(1, keepdim=True) + super().logits(batch).unsqueeze(-1)
+        return (checkpoint(self.out, inputs, use_reentrant=True) if self.reentrant else self.out(inputs)).squeeze(-1)
+
+    def preprocessed(self, dense: Tensor) -> Tensor:
+        return (dense + 1).log()
+
+
+class InPlace(OutOfPlace):
+    """Does so in the field's own memory."""
+
+    def preprocessed(self, dense: Tensor) -> Tensor:
+        return dense.add_(1).log_()
+
+
+class Reentrant(InPlace):
+    reentrant = True
+
+
+def in_place(ranks: Ranks) -> None:
+    signal.alarm(600)
+    data = batches(ranks, 8)
+    expected, weights, _ = train(ranks, OutOfPlace, EAGER, data)
+    assert train(ranks, InPlace, EAGER, data)[0] == expected
+    dense_graph_on_cpu()
+    for kind in (InPlace, Reentrant):
+        losses, trained, pipeline = train(ranks, kind, DENSE, data)
+        assert pipeline._graph.captured is (kind is InPlace)
+        assert losses == expected
+        torch.testing.assert_close(trained, weights, rtol=0, atol=0)
+
+
+def test_a_batch_that_is_changed_in_place_is_changed_once(run_ranks):
+    run_ranks(1, in_place)
+
+
+class Exchanging(TwoTower):
+    """Subtracts the mean of all ranks."""
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        logits = super().logits(batch)
+        if isinstance(logits, Tensor):
+            mean = logits.detach().mean()
+            dist.all_reduce(mean)
+            logits = logits - 0.1 * mean
+        return logits
+
+
+@runs_in_graphs
+def exchanging(module: nn.Module, arguments: Any, output: Any) -> None:
+    if isinstance(output, Tensor):
+        dist.all_reduce(output.detach().sum())
+
+
+def hooked(model: Any) -> None:
+    model.module.user.mlp.register_forward_hook(exchanging)
+
+
+def exchanges(ranks: Ranks) -> None:
+    signal.alarm(600)
+    data = batches(ranks, 10)
+    expected, weights, _ = train(ranks, Exchanging, EAGER, data)
+    dense_graph_on_cpu()
+    losses, trained, pipeline = train(ranks, Exchanging, DENSE, data)
+    assert reasons.OWN_COLLECTIVES() in pipeline.switched_off["cuda_graph"]
+    assert not pipeline._graph.captured
+    assert losses == expected
+    torch.testing.assert_close(trained, weights, rtol=0, atol=0)
+    _, _, pipeline = train(ranks, TwoTower, DENSE, data, hooked)
+    assert pipeline._graph.captured
+
+
+def test_collectives_of_the_model_switch_dense_graphs_off_on_all_ranks(run_ranks):
+    run_ranks(2, exchanges)
+
+
+def late(ranks: Ranks) -> None:
+    signal.alarm(600)
+    dense_graph_on_cpu()
+    for after in (0, 6):
+        model, optimizer = build(ranks, TwoTower, PLANS["TW"], sgd)
+        pipeline = FiveStagePipeline(model, optimizer, ranks.device, DENSE)
+        data, calls = iter(batches(ranks, 12)), []
+        for _ in range(after):
+            pipeline.progress(data)
+        assert pipeline._graph is not None
+        assert pipeline._graph.captured is (after > 0)
+        searched = 0 if after else 1  # the search for inputs, before the first batch, calls the model too
+        model.module.user.mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        for _ in range(5):
+            pipeline.progress(data)
+        assert len(calls) == 5 + searched
+        assert "hooks of user.mlp were added, or removed," in pipeline.switched_off["cuda_graph"]
+        model.module.user.mlp[0].bias.register_hook(lambda grad: grad)
+        with pytest.raises(ValueError, match=r"user\.mlp\.0\.bias was given a gradient hook after this pipeline"):
+            pipeline.progress(data)
+
+
+def test_hooks_that_come_late_are_called(run_ranks):
+    run_ranks(1, late)
+
+
+def of_objects(ranks: Ranks) -> str:
+    """What is said of batches with an object, whose text is its address, under a graph of whole iterations."""
+    signal.alarm(600)
+    iteration_graph_on_cpu()
+    sizes = {"u0": 2, "u1": 1, "i0": 3, "i1": 2}
+    sharders: Any = {EmbeddingBagCollection: TrimmedEBCSharder(sizes)}
+    data = of_tasks(ranks, "aa")
+    for batch in data:
+        lengths = torch.tensor([n for n in sizes.values() for _ in range(batch.bags.stride())], dtype=torch.int32)
+        ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+        batch.bags = KeyedJaggedTensor(list(sizes), ids, lengths=lengths, stride=batch.bags.stride())
+        batch.task = object()
+    model, optimizer = build(ranks, TwoTower, PLANS["TW"], sgd, sharders)
+    pipeline = FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="iteration"))
+    with pytest.raises(ValueError, match="whose values a graph cannot compare") as raised:
+        pipeline.progress(iter(data))
+    return str(raised.value)
+
+
+def test_objects_in_batches_are_refused_by_name_under_graphs_of_iterations(run_ranks):
+    (said,) = run_ranks(1, of_objects)
+    assert "batch.task is a object" in said
