@@ -44,7 +44,7 @@ def test_words_name_tables_by_number_range_and_name() -> None:
         ("dog=table-wise", "there is no table dog"),
         ("0,3-=table-wise", "there is no table 3-"),
         ("1=table_wise", "'table_wise' is none of table-wise, column-wise, row-wise, data-parallel and hbm:SHARE"),
-        ("1=table-wise:64", "table-wise takes no number: only column-wise:COLUMNS does"),
+        ("1=table-wise:64", "table-wise takes no number, only column-wise:COLUMNS does"),
         (
             "1=column-wise:48",
             "column-wise:48 cannot split tables of 128 columns: choose a multiple of 4 that divides 128",

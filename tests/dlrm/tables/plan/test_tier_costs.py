@@ -161,7 +161,7 @@ def test_uniform_rates_are_one_bin() -> None:
             1,
             134e9,
             131e9,
-            r"share 0\.8\): .* take 209\.1 GB, and 1 node\(s\) of 1 GPU\(s\) have",
+            r"share 0\.8\): .* take 209\.1 GB, but 1 node\(s\) of 1 GPU\(s\) have",
         ),
         (
             TableMemory(share=0.3),

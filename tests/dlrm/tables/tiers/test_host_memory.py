@@ -64,5 +64,5 @@ def test_what_cannot_be_had_or_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match=r"0\.1 GB of host memory cannot be pinned \(2\)"):
         host_zeros(1_000_000, 16, GPU)
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 10**6)
-    with pytest.raises(OSError, match=r"0\.1 GB of host memory are needed, 0\.0 GB are free"):
+    with pytest.raises(OSError, match=r"0\.1 GB of host memory are needed, but 0\.0 GB are free"):
         host_zeros(1_000_000, 16, GPU)
