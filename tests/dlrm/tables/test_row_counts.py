@@ -38,8 +38,14 @@ def test_counts_are_as_written_and_narrow(file: Path) -> None:
     ("tables", "said"),
     [
         (Tables(names=("a", "b"), rows=(4, 2), columns=8, hot=(1, 2)), "it has 3 tables, not 2"),
-        (Tables(names=("a", "b", "c"), rows=(4, 3, 5), columns=8, hot=(1, 2, 3)), "it has b of 2 rows, not b of 3 rows"),
-        (Tables(names=("a", "x", "c"), rows=(4, 2, 5), columns=8, hot=(1, 2, 3)), "it has b of 2 rows, not x of 2 rows"),
+        (
+            Tables(names=("a", "b", "c"), rows=(4, 3, 5), columns=8, hot=(1, 2, 3)),
+            "it has b of 2 rows, not b of 3 rows",
+        ),
+        (
+            Tables(names=("a", "x", "c"), rows=(4, 2, 5), columns=8, hot=(1, 2, 3)),
+            "it has b of 2 rows, not x of 2 rows",
+        ),
     ],
 )
 def test_counts_of_another_model_are_refused(file: Path, tables: Tables, said: str) -> None:

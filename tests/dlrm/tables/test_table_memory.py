@@ -105,7 +105,9 @@ def test_host_memory_of_this_machine():
 def test_dynamic_rows_must_fit(one_rank):
     needed = int(bytes_of(1000, 512) / HEADROOM) + 1
     check_places_fit(512, 1000, needed, CPU)
-    with pytest.raises(ValueError, match=r"--dynamic-rows 1000 does not fit: rows, state and map need 0\.0 GB per rank"):
+    with pytest.raises(
+        ValueError, match=r"--dynamic-rows 1000 does not fit: rows, state and map need 0\.0 GB per rank"
+    ):
         check_places_fit(512, 1000, needed - 100, CPU)
 
 

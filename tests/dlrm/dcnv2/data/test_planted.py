@@ -240,5 +240,7 @@ def test_raw_days_take_criteos_features(monkeypatch: pytest.MonkeyPatch, config:
     smoke = training("smoke")
     narrow = replace(smoke, model=replace(smoke.model, dense_in_features=5))
     monkeypatch.setattr(planted, "training", lambda _: narrow)
-    with pytest.raises(ValueError, match=r"--raw tsv: Criteo's raw days have 13 dense and 26 .* preset smoke has 5 and 26"):
+    with pytest.raises(
+        ValueError, match=r"--raw tsv: Criteo's raw days have 13 dense and 26 .* preset smoke has 5 and 26"
+    ):
         generate(replace(config, raw="tsv"))
