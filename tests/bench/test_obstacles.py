@@ -12,5 +12,5 @@ def test_batches_must_fit_in_the_container(monkeypatch: pytest.MonkeyPatch) -> N
     ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
     obstacles._check_batches_fit(preset("smoke"), ranks)
     monkeypatch.setattr(obstacles, "node_memory_bytes", lambda: 1000)
-    with pytest.raises(ValueError, match=r"batches of --local-batch-size .* and this node has 0\.0 GB"):
+    with pytest.raises(ValueError, match=r"batches of --local-batch-size .* but this node has 0\.0 GB"):
         obstacles._check_batches_fit(preset("smoke"), ranks)

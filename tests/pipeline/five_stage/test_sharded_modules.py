@@ -97,7 +97,7 @@ def computed(batch: Any) -> KeyedJaggedTensor:
     ("calls", "why"),
     [
         ([(0, computed)], "passes collections.0 a KeyedJaggedTensor that is not a field of the"),
-        ([(0, lambda batch: batch[0].values())], "gives collections.0 a Tensor that is no field"),
+        ([(0, lambda batch: batch[0].values())], "passes collections.0 a Tensor that is not a field"),
         ([(0, first), (0, first)], "calls collections.0 twice with one batch"),
         ([], "does not call collections.0, collections.1"),
     ],
