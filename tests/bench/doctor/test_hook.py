@@ -38,10 +38,15 @@ def test_the_path_of_the_environment_is_kept(tmp_path):
     assert found == [str(tmp_path / "site"), "/theirs"]
 
 
-def test_a_pipelines_outermost_progress_begins_an_iteration(tmp_path):
+def run_with_pipelines(program: str, tmp_path: Path) -> str:
+    """Runs a program that can import PIPELINES as five_stage.pipeline."""
     package = tmp_path / "theirs" / "five_stage"
     package.mkdir(parents=True)
     (package / "pipeline.py").write_text(PIPELINES, encoding="utf-8")
+    return run(program, tmp_path, PYTHONPATH=str(package.parent))
+
+
+def test_a_pipelines_outermost_progress_begins_an_iteration(tmp_path):
     program = """
 from dlrm_bench.bench.doctor import hook
 calls = []
@@ -51,13 +56,10 @@ Derived().progress(iter([1]))
 EvalPipeline().progress(iter([1]))
 print(calls, Derived.progress.__name__)
 """
-    assert run(program, tmp_path, PYTHONPATH=str(tmp_path / "theirs")) == "['progress'] progress"
+    assert run_with_pipelines(program, tmp_path) == "['progress'] progress"
 
 
 def test_a_progress_that_ends_an_epoch_is_no_iteration(tmp_path):
-    package = tmp_path / "theirs" / "five_stage"
-    package.mkdir(parents=True)
-    (package / "pipeline.py").write_text(PIPELINES, encoding="utf-8")
     program = """
 from contextlib import suppress
 from dlrm_bench.bench.doctor import hook
@@ -71,7 +73,7 @@ for _ in range(5):
             Derived().progress(batches)
 print(len(calls))
 """
-    assert run(program, tmp_path, PYTHONPATH=str(tmp_path / "theirs")) == "50"
+    assert run_with_pipelines(program, tmp_path) == "50"
 
 
 def test_functions_are_wrapped_before_anyone_takes_them(tmp_path):
