@@ -16,6 +16,8 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -106,6 +108,31 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
     set_kernel: Any = network.set_hammer_kernel
     set_kernel(kernels.TRITON if device.type == "cuda" else kernels.PYTORCH)
     return network.to(device)
+
+
+def _compile_settings_together() -> None:
+    """Lets Triton compile all settings of a kernel of the reference at once, on all cores, before it times them in
+    turn: there are some 300, which take minutes one after the other."""
+    from triton import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    def compile_first(tuner: Any) -> None:
+        prune = tuner.prune_configs  # of `run`, which calls it once for each key, before the first timing
+
+        def compiled(arguments: Mapping[str, Any]) -> list[Any]:
+            configs: list[Any] = prune(arguments)
+            fixed = tuner.nargs | {name: value for name, value in arguments.items() if name != "warmup"}
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool, ignore_errors=True):
+                for config in configs:  # one that does not compile is left out by the timing, as without this
+                    tuner.fn.warmup(**fixed, **config.all_kwargs())
+            return configs
+
+        tuner.prune_configs = compiled
+
+    modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE + ".")]
+    for tuner in {id(value): value for module in modules for value in vars(module).values()}.values():
+        if isinstance(tuner, Autotuner) and "prune_configs" not in vars(tuner):
+            compile_first(tuner)
 
 
 def reference_names(config: ModelConfig) -> dict[str, str]:
@@ -285,6 +312,8 @@ def build_reference(
     )
     open_checkout(model.reference, tuned=model.network == "reference")
     network = build_hstu(model, config.precision == "bf16", device)
+    if model.network == "reference" and device.type == "cuda":
+        _compile_settings_together()
     ours = DenseNetwork(model, config.precision)
     ours.init_weights(config.seed)
     theirs, names = dict(network.named_parameters()), reference_names(model)

@@ -2,16 +2,26 @@
 network does."""
 
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton.runtime.autotuner import Autotuner
 
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, ModelConfig, tables
-from dlrm_bench.dlrm.dlrmv4.reference import ReferenceBatch, build_hstu, build_reference, open_checkout, reference_names
+from dlrm_bench.dlrm.dlrmv4.reference import (
+    ReferenceBatch,
+    _compile_settings_together,
+    build_hstu,
+    build_reference,
+    open_checkout,
+    reference_names,
+)
 from tests.data.dlrmv4.make_model_reference import whole_time_table
 from tests.dlrm.dlrmv4.cases import (
     CHECKOUT,
@@ -74,6 +84,29 @@ def test_bf16_is_refused_without_a_gpu() -> None:
     model = replace(STILL, network="reference", reference=Path("x"))
     with pytest.raises(ValueError, match="computes in bf16 on GPUs alone"):
         build_reference(made_training(model=model, precision="bf16"), CPU)
+
+
+def test_all_settings_of_a_kernel_are_compiled_before_one_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments of the call that is being tuned, once for each time that its settings are chosen."""
+    compiled: list[dict[str, Any]] = []
+    settings = [triton.Config({"BLOCK": block}, num_warps=2) for block in (16, 32, 64)]
+    tuner = Autotuner.__new__(Autotuner)
+    tuner.fn = types.SimpleNamespace(warmup=lambda **arguments: compiled.append(arguments))
+    tuner.configs, tuner.perf_model = settings, None
+    tuner.early_config_prune = lambda configs, *_, **__: configs[:2]
+    module = types.ModuleType("generative_recommenders.made")
+    module.kernel = module.same_kernel = tuner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for _ in range(2):  # a second model's, too
+        _compile_settings_together()
+    tuner.nargs = {"x": 1}
+
+    assert tuner.prune_configs({"grid": (1,), "warmup": False, "N": 2}) == settings[:2]
+
+    assert [arguments["BLOCK"] for arguments in compiled] == [16, 32]
+    for arguments in compiled:
+        assert {"x": 1, "grid": (1,), "N": 2, "num_warps": 2}.items() <= arguments.items()
+        assert "warmup" not in arguments
 
 
 def test_each_dense_weight_has_a_name_of_theirs() -> None:
