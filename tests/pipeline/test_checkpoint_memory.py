@@ -2,7 +2,9 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -81,13 +83,20 @@ def test_memory_that_cannot_be_had_is_an_error_with_the_files_name(
         PiecesInMemory(tmp_path, placed(0, places()), CPU)
 
 
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder on a tmpfs: CUDA need not register pages of another file system."""
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.gpu
-def test_copies_from_a_gpu_arrive_in_registered_memory(tmp_path: Path) -> None:
+def test_copies_from_a_gpu_arrive_in_registered_memory(in_memory: Path) -> None:
     device = torch.device("cuda", 0)
     pieces = placed(0, places())
-    memory = PiecesInMemory(tmp_path, pieces, device)
+    memory = PiecesInMemory(in_memory, pieces, device)
     assert all(tensor.is_pinned() for _, tensor in memory.pieces)
     for value in (1.0, 2.0):
         memory.fill(tensors(value, device), lambda: None)
-        assert all((tensor == value).all() for tensor in read(tmp_path, pieces))
+        assert all((tensor == value).all() for tensor in read(in_memory, pieces))
     memory.close()

@@ -228,7 +228,7 @@ def test_training_falls_back_only_when_told_to(run_ranks: Callable[..., list[Any
         assert cuda_graphs["iteration"]["captures"] == 0
         reason = cuda_graphs["iteration"]["fell_back"]
         assert f"iteration cannot be captured: at {OP} in {STAGE}: " in reason
-        assert reason in results["error"]
+        assert reason.partition(" GB of the GPU")[0].rpartition(" (")[0] in results["error"]  # free memory may differ
         assert "--cuda-graph none" in results["error"]
 
 
