@@ -1,12 +1,12 @@
 """The reference's own modules in place of our dense network: a baseline, by the same harness on the same batches.
 
 The modules are those of mlcommons/training, recommendation/generative_recommenders, in a checkout that the user names
-(--model.reference), unchanged. Their Triton kernels, recomputation, copies of embeddings and reads of the device stay:
-DlrmHSTU.preprocess and main_forward run as they are. The code around them is ours, and no slower than the reference's
-own loop: rows come from the pipeline's tables, split by rows as the reference shards them, each requested once;
-histories are built on the device from packed events, where the reference copies 216 MB from unpinned memory; TorchRec's
-pipeline overlaps work that the reference's plain loop does in sequence; clipped Adam reads no norm. --schedule base is
-the TorchRec pipeline closest to the reference's loop.
+(--model.reference), unchanged but for one switch (_TMA). Their Triton kernels, recomputation, copies of embeddings and
+reads of the device stay: DlrmHSTU.preprocess and main_forward run as they are. The code around them is ours, and no
+slower than the reference's own loop: rows come from the pipeline's tables, split by rows as the reference shards them,
+each requested once; histories are built on the device from packed events, where the reference copies 216 MB from
+unpinned memory; TorchRec's pipeline overlaps work that the reference's plain loop does in sequence; clipped Adam reads
+no norm. --schedule base is the TorchRec pipeline closest to the reference's loop.
 
 The modules do not need gin-config, which configures the reference's scripts: if it is not installed, a decorator that
 does nothing replaces it. The modules need FBGEMM and Triton.
@@ -40,6 +40,9 @@ from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 _PACKAGE = "generative_recommenders"
 _TUNED = "TRITON_FULL_AUTOTUNE"
+_TMA = "_should_enable_tma"
+"""Whether attention on Hopper copies by TMA: off here. The descriptors take rows of q, k and v for adjacent, which are
+views of one product, and gradients become NaN (github.com/meta-recsys/generative-recommenders/issues/583)."""
 _FIXED = ModelConfig()
 _FIXED_FIELDS = ("action_dim", "head_hidden", "position_buckets", "time_buckets", "loss_weight")
 """Numbers that the reference's modules have in their code."""
@@ -93,8 +96,10 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
         common: Any = import_module("generative_recommenders.common")
         configs: Any = import_module("generative_recommenders.dlrm_v4.configs")
         hstu: Any = import_module("generative_recommenders.modules.dlrm_hstu")
+        attention = import_module("generative_recommenders.ops.triton.triton_hstu_preprocess_and_attention")
     except ImportError as error:
         raise ValueError(f"--model.reference: its modules need {error.name}, which is not installed") from error
+    setattr(attention, _TMA, lambda: False)
     theirs = configs.get_hstu_configs("yambda-5b")
     theirs.hstu_embedding_table_dim, theirs.hstu_transducer_embedding_dim = model.embedding_dim, model.width
     theirs.hstu_num_heads, theirs.hstu_attn_num_layers = model.heads, model.layers

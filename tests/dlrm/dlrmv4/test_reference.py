@@ -4,6 +4,7 @@ network does."""
 import sys
 import types
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,16 @@ def test_its_modules_compute_what_our_network_does() -> None:
     for name, value in ours.items():
         largest = max(float(value.abs().max()), 1e-3)
         torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-5 * largest, msg=name)
+
+
+@needs_checkout
+def test_its_attention_copies_no_rows_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, where its descriptors are wrong."""
+    of_reference(replace(STILL, network="reference", reference=Path(str(CHECKOUT))))
+    attention = import_module("generative_recommenders.ops.triton.triton_hstu_preprocess_and_attention")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert not attention._should_enable_tma()
 
 
 @needs_checkout
