@@ -2,6 +2,7 @@
 
 import os
 import struct
+import threading
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from numpy.typing import DTypeLike, NDArray
 from dlrm_bench.dlrm.data.linux_aio import read_ranges
 
 COPY_AGAIN = "copy or generate it again"
+_PARSING = threading.Lock()
+"""Of Python's parser, with which numpy reads headers: in CPython 3.11, several threads in it may end in a SystemError
+(github.com/python/cpython/issues/106905)."""
 
 
 def write_header(file: IO[bytes], dtype: DTypeLike, shape: tuple[int, ...]) -> None:
@@ -119,7 +123,8 @@ def open_array(
     try:
         version = npy_format.read_magic(file)
         read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-        shape, fortran_order, found = read_header(file)
+        with _PARSING:
+            shape, fortran_order, found = read_header(file)
     except ValueError as error:
         # For a header that is too long, numpy's message advises to trust it by allow_pickle=True.
         what = "its header is too long" if "allow_pickle" in str(error) else error

@@ -1,7 +1,9 @@
 import errno
 import io
 import os
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,22 @@ def test_maps_both_header_versions(tmp_path: Path, version: tuple[int, int]) -> 
     with (tmp_path / "a.npy").open("wb") as file:
         np.lib.format.write_array(file, array, version=version)
     np.testing.assert_array_equal(map_array(tmp_path / "a.npy", np.int32, 2), array)
+
+
+def test_threads_parse_headers_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 may fail otherwise."""
+    np.save(tmp_path / "a.npy", np.arange(6, dtype=np.int32).reshape(3, 2))
+    read, both = np.lib.format.read_array_header_1_0, threading.Barrier(2)
+
+    def meeting(file: io.FileIO) -> object:
+        with pytest.raises(threading.BrokenBarrierError):  # nobody comes
+            both.wait(0.05)
+        both.reset()
+        return read(file)
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", meeting)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: map_array(tmp_path / "a.npy", np.int32, 2), range(2)))
 
 
 @pytest.mark.parametrize("zip64", [False, True])
