@@ -72,7 +72,7 @@ yambda:  ## The same for DLRMv4: from made parquet like Yambda's to a checked an
 # Tests start a few hundred processes: they keep what Python compiles (env -u), as pip does. glibc gives memory of freed
 # tensors back to the kernel, which clears it for the next ones: with these thresholds processes keep it.
 MALLOC := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
-test:  ## Install, check style and types, run the tests. ARGS='-k ladder' go to pytest
+test:  ## Install, check style and types, run the tests. ARGS go to pytest: --slow for all tests, '-k ladder' for some
 	$(STEP) "[1/5] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
 	$(STEP) "[2/5] ruff check: style" $(VENV)/bin/ruff check .
 	$(STEP) "[3/5] ruff format: layout" $(VENV)/bin/ruff format --check .

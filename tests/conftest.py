@@ -51,6 +51,10 @@ GridSearchProposer.__init__.__defaults__ = (100,)
 launching._PRELOADED += ["pytest", "hypothesis", "tests.conftest"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow, as CI does")
+
+
 def pytest_configure() -> None:
     gc.disable()  # up to the end of collection, which makes a million objects that stay
 
@@ -61,7 +65,7 @@ def pytest_configure() -> None:
     settings.load_profile("any machine")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Files that start processes take longest, and none of them may be the last that one worker is left with.
     items.sort(key=lambda item: not _starts_processes(item.path))
     gpus = torch.cuda.device_count()
@@ -69,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {gpus}"))
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: --slow runs it"))
 
 
 @functools.cache

@@ -33,12 +33,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_every_triton_kernel_compiles(found: Any) -> None:
     assert not found["errors"], "\n\n".join(f"{kernel}: {error}" for kernel, error in found["errors"].items())
     assert found["shared_bytes"].keys() == set(found["kernels"]), "kernels that no case of the benchmark launches"
     assert {kernel: size for kernel, size in found["shared_bytes"].items() if size > SHARED_BYTES} == {}
 
 
+@pytest.mark.slow
 def test_every_cuda_source_compiles(found: Any) -> None:
     if found["sources"] is None:
         pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc cuda-bindings)")

@@ -168,6 +168,7 @@ def test_a_launcher_runs_its_own_tree(site, tmp_path, name, kind):
         assert loaded == {str(tree if tree.name == PACKAGE else tree / PACKAGE)}
 
 
+@pytest.mark.slow
 def test_a_ladder_of_the_installed_copy_starts_the_installed_copy(site, tmp_path):
     """A run in the way of `dlrm-bench ladder`, to its end."""
     program = (

@@ -105,6 +105,7 @@ def test_a_product_names_what_it_imports(product):
     assert {DISTRIBUTION_OF.get(name, name) for name in third_party} - theirs == declared
 
 
+@pytest.mark.slow
 def test_the_drop_in_trains_alone(alone, tmp_path):
     """examples/torchrec_script.py, its imports by the drop-in's own name: the loss is stock TorchRec's."""
     script = (ROOT / "examples" / "torchrec_script.py").read_text(encoding="utf-8")

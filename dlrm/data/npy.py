@@ -18,7 +18,7 @@ from dlrm_bench.dlrm.data.linux_aio import read_ranges
 
 COPY_AGAIN = "copy or generate it again"
 _PARSING = threading.Lock()
-"""Of Python's parser, with which numpy reads headers: in CPython 3.11, several threads in it may end in a SystemError
+"""Lock of the parser with which numpy reads headers: in CPython 3.11, several threads in it may end in a SystemError
 (github.com/python/cpython/issues/106905)."""
 
 

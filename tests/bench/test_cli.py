@@ -279,6 +279,7 @@ def test_from_a_shell() -> None:
     assert "3.250" in process.stdout
 
 
+@pytest.mark.slow
 def test_ladder_host_limits_and_report_for_real(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,7 @@ def only_record(folder: Path) -> Record:
     return read_record(record)
 
 
+@pytest.mark.slow
 def test_one_node_and_two_nodes_train_alike(smoke, tmp_path):
     """Under torchrun, test_slurm.py has two hosts."""
     ended = {}
@@ -263,6 +264,7 @@ def to_one_worker(process: Any, folder: Path) -> int:
     return max(ranks_naming(str(folder)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "whom", "ranks"),
     [(signal.SIGTERM, to_torchrun, 1), (signal.SIGKILL, to_torchrun, 1), (signal.SIGTERM, to_one_worker, 2)],

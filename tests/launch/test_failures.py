@@ -109,6 +109,7 @@ def under_torchrun(folder: Path, ranks: tuple[str, ...], error: str, *options: s
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "named"), [(("0", "1"), "rank 0"), (("1",), "rank 1")], ids=["all", "one"])
 def test_the_last_words_of_torchrun_are_the_error_said_once(tmp_path, ranks, named):
     said = under_torchrun(tmp_path, ranks, "ValueError('--seed is wrong')")
@@ -130,6 +131,7 @@ def test_an_error_of_a_try_that_torchrun_repeats_is_said_by_each_rank(tmp_path):
     assert said.splitlines()[-2].strip() == "rank 0: error: --seed is wrong"
 
 
+@pytest.mark.slow
 def test_the_last_words_of_torchrun_are_the_error_of_the_rank_that_others_waited_for(tmp_path):
     said = under_torchrun(tmp_path, ("1",), "ValueError('day_0.npy is truncated')", script=WATCHED)
     assert said.splitlines()[-2].strip() == "rank 0: rank 1 failed: ValueError: day_0.npy is truncated"

@@ -228,6 +228,7 @@ def job(tmp_path: Path, two_hosts: list[str]) -> Job:
     return made
 
 
+@pytest.mark.slow
 def test_two_hosts_train_like_one_and_comparisons_tell_them_apart(job, tmp_path):
     arguments = [*STATIC, "--peer-memory", "--iterations", "8"]
     assert job.run(arguments) == 0, job.output
@@ -246,6 +247,7 @@ def test_two_hosts_train_like_one_and_comparisons_tell_them_apart(job, tmp_path)
     assert any("number of nodes differs: 1 in" in text for text in compared.differences), compared.differences
 
 
+@pytest.mark.slow
 def test_a_lost_host_ends_the_ranks_of_the_other_and_is_named(job, two_hosts, tmp_path):
     settings = tmp_path / "cpu.sh"
     settings.write_text(settings.read_text().replace("RANKS_PER_NODE=2", "RANKS_PER_NODE=1"))  # half the imports

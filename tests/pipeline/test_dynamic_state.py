@@ -87,6 +87,7 @@ def all_alike(ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_trains_what_tables_in_full_train(run_ranks: Callable[..., list[Any]], folder: Path, world_size: int) -> None:
     for rank in run_ranks(world_size, all_alike, folder):

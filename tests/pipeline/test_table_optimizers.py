@@ -75,6 +75,7 @@ def trained(request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]])
     return run_ranks(2, train_all, gpu=request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", OPTIMIZERS)
 def test_static_equals_stock(trained, embedding, request):
     on_gpu = request.node.callspec.params["trained"]

@@ -142,6 +142,7 @@ def run(world_size: int, folder: Path, function: Any, *args: Any) -> Ended:
     return wait(fork(world_size, folder, function, *args), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trouble", "kept"),
     [

@@ -55,6 +55,7 @@ class AllKilled:
         snapshots.Snapshots.take = take_and_die  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_all_ranks_killed_and_the_same_command_again(tmp_path, memory):
     assert forked_launch(2, tmp_path, flags(tmp_path, "whole", 12)).statuses == [0, 0]
     takes = snapshot_flags(memory, 3)
@@ -72,6 +73,7 @@ def test_all_ranks_killed_and_the_same_command_again(tmp_path, memory):
     assert not memory.exists()
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_the_ranks_after_one_was_killed(tmp_path, memory):
     """Its store has the addresses of the ended ranks, which would be waited for."""
     iterations = 250

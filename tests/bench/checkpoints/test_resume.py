@@ -132,6 +132,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(data, interrupted, tmp_pa
         assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "every"), [("None", "None"), ("0.8", "None"), ("None", "1")])
 def test_training_that_diverges(data, tmp_path, target, every):
     """With a checkpoint of the previous iteration, its weights are the ones to keep."""
@@ -222,6 +223,7 @@ def can_be_immutable(folder: Path) -> bool:
     return all(done.returncode == 0 for done in changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "says"), [("immutable", "Operation not permitted"), ("replaced", "Not a directory")])
 def test_a_record_whose_folder_takes_no_files_is_written_elsewhere(data, tmp_path, how, says):
     if how == "immutable" and not can_be_immutable(tmp_path):
@@ -283,6 +285,7 @@ def test_a_full_disk_for_checkpoints_is_named_and_the_timings_are_kept(data, tmp
         assert np.isfinite(kept["loss"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_run_that_a_signal_ends_keeps_its_timings(tmp_path, number, told):
@@ -354,6 +357,7 @@ def launch_saving(data: Path, folder: Path, disk: SlowDisk) -> Ended:
     return forked_launch(2, folder, flags, before=disk)
 
 
+@pytest.mark.slow
 def test_a_disk_that_does_not_answer_one_rank_is_a_stall_of_all(data, tmp_path):
     """Ranks that waited for the disk would be killed."""
     ended = launch_saving(data, tmp_path, SlowDisk(1, 1000))
@@ -363,6 +367,7 @@ def test_a_disk_that_does_not_answer_one_rank_is_a_stall_of_all(data, tmp_path):
     assert not list((tmp_path / "saved").glob("samples-*[0-9]"))
 
 
+@pytest.mark.slow
 def test_a_slow_disk_of_one_rank_is_no_stall(data, tmp_path):
     """Rank 0 waits for longer than --stall-timeout, and sees that rank 1 goes on, with three pieces."""
     ended = launch_saving(data, tmp_path, SlowDisk(1, 2.5))

@@ -80,6 +80,7 @@ def test_one_side_first_in_most_pairs_is_noted() -> None:
 _BLOCKS = ["AAABBBBBBAAA", "AAABBBAAABBB", "AAAABBBBBBBBAAAA"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["ABBAABBA", "ABABABAB", "AAABBB", "AAAABBBBAB", "AABBAABB", *_BLOCKS])
 @pytest.mark.parametrize("drift", ["none", "2 % a run", "step", "walk"])
 def test_no_change_of_the_machine_is_called_a_difference(order: str, drift: str) -> None:

@@ -42,6 +42,7 @@ def test_a_run_on_several_nodes_is_refused(tmp_path: Path) -> None:
         repeating_flags(read_record(folder))
 
 
+@pytest.mark.slow
 def test_every_committed_record_of_one_node_can_be_repeated() -> None:
     parsed: dict[tuple[str, ...], RunConfig] = {}
     for path in sorted((ROOT / "results").rglob("run.json")):

@@ -85,6 +85,7 @@ def assert_torchrec_is_found(diagnosis: Diagnosis) -> None:
     assert any("TrimmedEBCSharder(multi_hot_sizes)" in what for what in whole["keeps_out"])
 
 
+@pytest.mark.slow
 def test_stock_torchrec_under_two_ranks(tmp_path):
     assert_torchrec_is_found(examined(SCRIPTS / "stock_torchrec.py", tmp_path, processes=2))
 
@@ -127,6 +128,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_as_it_likes(tmp_path):
     """Its marks count before its optimizer's steps, what autograd calls is found, a loader's processes are no ranks,
     and the sitecustomize that the hook's hides runs too."""
@@ -155,6 +157,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_compiles_is_not_compiled_anew(tmp_path, monkeypatch):
     """Its reads are found all the same."""
     monkeypatch.chdir(tmp_path)
@@ -166,6 +169,7 @@ def test_a_script_that_compiles_is_not_compiled_anew(tmp_path, monkeypatch):
     assert len(set(frames[3:])) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "error", "says"),
     [
@@ -218,6 +222,7 @@ def test_ranks_that_wait_for_one_that_is_gone_are_ended(tmp_path, monkeypatch):
     wait_until(lambda: not list(ranks_naming(str(tmp_path))), "rank 0 has ended")
 
 
+@pytest.mark.slow
 def test_a_script_that_crashes_after_its_examination_fails(tmp_path, monkeypatch, capfd):
     """It runs on with --keep-running; else the doctor has ended it before."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -227,6 +232,7 @@ def test_a_script_that_crashes_after_its_examination_fails(tmp_path, monkeypatch
     assert "the command ended with status 3 after its examination" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_writes_and_compares(tmp_path, monkeypatch, capfd):
     """A new read fails the check, and only that; --keep-running lets the script end by itself."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -287,6 +293,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_no_launcher_counts_wait_for_each_other(tmp_path, monkeypatch):
     """mp.spawn sets no LOCAL_WORLD_SIZE."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

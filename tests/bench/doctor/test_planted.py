@@ -96,6 +96,7 @@ def planted(tmp_path_factory) -> Callable[[str], Diagnosis]:
     return found.__getitem__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PLANTED, *LONGER, *RANKS])
 def test_the_planted_line_is_named_first(name, planted):
     diagnosis = planted(name)
@@ -105,6 +106,7 @@ def test_the_planted_line_is_named_first(name, planted):
     assert sum(costs) <= diagnosis["iteration_ms"] * 1.000001
 
 
+@pytest.mark.slow
 def test_a_sleep_costs_what_it_takes(planted):
     """30 ms at least, on any machine: of a sampled iteration, where no sample is as long as two periods in vain."""
     diagnosis = planted("sleep")
@@ -115,6 +117,7 @@ def test_a_sleep_costs_what_it_takes(planted):
     assert first["calls_ms"] is None
 
 
+@pytest.mark.slow
 def test_work_of_every_seventh_iteration_has_its_period(planted):
     """The costliest there is: what a busy machine does at intervals may be another."""
     diagnosis = planted("evaluates")
@@ -124,6 +127,7 @@ def test_work_of_every_seventh_iteration_has_its_period(planted):
     assert periodic["ms"] == pytest.approx((periodic["with_ms"] - periodic["without_ms"]) / 7, rel=0.2)
 
 
+@pytest.mark.slow
 def test_leaving_a_loop_out_takes_its_python_and_its_backward_away(planted):
     """The calls of its lines alone are less than half of that. Its interval tells how far a busy machine is known."""
     diagnosis = planted("small_operations")
@@ -134,6 +138,7 @@ def test_leaving_a_loop_out_takes_its_python_and_its_backward_away(planted):
     assert first["low_ms"] < first["high_ms"]
 
 
+@pytest.mark.slow
 def test_a_straggler_and_who_waits_for_it(planted):
     diagnosis = planted("straggler")
     first, (waiting, late) = diagnosis["findings"][0], diagnosis["ranks"]
@@ -145,6 +150,7 @@ def test_a_straggler_and_who_waits_for_it(planted):
     assert late["late_ms"] > 2 * waiting["late_ms"]
 
 
+@pytest.mark.slow
 def test_torchrecs_metrics_are_named_with_their_waits_and_what_takes_their_place(planted):
     diagnosis = planted("rec_metrics")
     first = diagnosis["findings"][0]

@@ -74,6 +74,7 @@ def told_why(output: str, reason: str) -> bool:
     return reason in output or "remote worker" in output or "Connection" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "told"),
     [(signal.SIGTERM, 0), (signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGHUP, 1), (signal.SIGQUIT, 1)],

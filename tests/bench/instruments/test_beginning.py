@@ -78,6 +78,7 @@ def test_a_torchrun_that_was_killed_before_the_first_line(
     assert beginning._is_init(parent) == gone
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_it_imports_ends_the_other(started: Callable[..., Any], tmp_path: Path) -> None:
     process = started("--stall-timeout=2")
     stopped = importing(tmp_path)[1]

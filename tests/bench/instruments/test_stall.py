@@ -50,6 +50,7 @@ def training(folder: Path, trouble: str) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "trouble", "found"),
     [

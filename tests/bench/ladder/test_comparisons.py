@@ -51,6 +51,7 @@ def proven(rungs: list[JudgedRung]) -> set[tuple[str, str]]:
     return {(result.b.label, result.a.label) for result in results if (as_judged(result) or {}).get("proven")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("things", [3, 8, 16])
 @pytest.mark.parametrize("confidence", [CONFIDENCE, AUTO_CONFIDENCE])
 def test_a_ladder_of_the_same_thing_seldom_shows_a_word_anywhere(things: int, confidence: float) -> None:

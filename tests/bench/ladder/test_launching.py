@@ -52,6 +52,7 @@ def while_training(folder: Path, what: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_a_forked_run_is_as_one_under_torchrun(tmp_path: Path) -> None:
     place = ["--results-dir", str(tmp_path), "--run-id"]
     for start, run_id in ((run_forked, "forked"), (torchrun, "torchrun"), (run_forked, "again")):
@@ -65,6 +66,7 @@ def test_a_forked_run_is_as_one_under_torchrun(tmp_path: Path) -> None:
     assert f"record       {tmp_path / 'forked'}" in output
 
 
+@pytest.mark.slow
 def test_a_profiled_run_starts_so_too(tmp_path: Path) -> None:
     run_forked(["host", *SMOKE, "--results-dir", str(tmp_path), "--run-id", "x"], 2, tmp_path / "x.log", MEASURE)
     run = read_record(tmp_path / "x").run
@@ -129,6 +131,7 @@ def start_ladder(folder: Path) -> Any:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_ladder_ends_everything(tmp_path: Path, number: signal.Signals, status: int) -> None:
     process = start_ladder(tmp_path)
@@ -154,6 +157,7 @@ def test_a_signal_to_what_started_a_command_ends_it(tmp_path: Path, name: str, s
     assert name == "SIGINT" or ended.value.args == (status,)
 
 
+@pytest.mark.slow
 def test_a_signal_to_what_started_torchrun_ends_everything(tmp_path: Path) -> None:
     script, results = tmp_path / "script.py", tmp_path / "results"
     script.write_text(

@@ -41,6 +41,7 @@ def write_report(paths: list[Path], out: Path) -> Path:
     return page_module.write_report(paths, out, Console(file=io.StringIO())).page
 
 
+@pytest.mark.slow
 def test_the_page_is_one_small_file_that_loads_nothing(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

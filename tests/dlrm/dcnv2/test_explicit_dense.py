@@ -232,6 +232,7 @@ def check_all(ranks: Ranks, cases: list[Case]) -> int:
     return len(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_equals_autograd_and_adagrad(run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool) -> None:
     cases = [*CASES, *BF16_CASES]

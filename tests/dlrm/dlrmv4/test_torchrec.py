@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["plain", "fused"])
 def test_a_packed_batch_is_the_batch_of_its_samples(folder: Path, kernels: Kernels) -> None:
     """Logits and gradients of the dense weights, but for the order of sums; also where distinct items are named."""
@@ -135,6 +136,7 @@ def test_a_resumed_run_goes_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
     assert losses["resumed"] == losses["straight"][3:]
 
 
+@pytest.mark.slow
 def test_the_smoke_preset_trains_to_its_target(folder: Path, tmp_path: Path) -> None:
     """On two ranks, at the second of two evaluations, which take most of the preset's own time; the log is what ruleset
     6.1.0 asks for, but for what it takes of MLPerf's own data alone."""

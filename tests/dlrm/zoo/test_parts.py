@@ -80,6 +80,7 @@ def assert_equal(ours: ModelState, theirs: ModelState) -> None:
         assert [key for key in of_theirs if not torch.equal(of_ours[key], of_theirs[key])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_drop_in_trains_what_stock_trains(
     trained: list[dict[str, dict[str, Trained]]], gpu: bool, name: str
@@ -96,6 +97,7 @@ def test_the_drop_in_trains_what_stock_trains(
                 assert_equal(ours.state, stock.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_state_is_whole(trained: list[dict[str, dict[str, Trained]]], gpu: bool, name: str) -> None:
     """Tables with Adagrad's state, dense weights with all of Adam's; a pipeline with other initial weights goes on from
@@ -236,6 +238,7 @@ def stop_all(ranks: Ranks) -> dict[tuple[str, str, str], Stopped]:
     return stopped
 
 
+@pytest.mark.slow
 def test_nothing_changes_after_what_is_not_finite(run_ranks: Callable[..., list[Any]]) -> None:
     """Neither tables nor dense weights, nor Adam's momentum; of a bad gradient's own step tables alone change."""
     for rank, stopped in enumerate(run_ranks(2, stop_all)):

@@ -358,6 +358,7 @@ def on_ranks(ranks: Ranks, options: dict[str, Any]) -> tuple[dict[str, Tensor], 
     return dict(values), dict(expected), {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"compute_on_all_ranks": True, "should_validate_update": True}])
 def test_values_over_ranks_are_torchrecs(run_ranks: Any, options: dict[str, Any]) -> None:
     results = run_ranks(3, on_ranks, options)

@@ -189,6 +189,7 @@ def around(ranks: Ranks) -> list[dict[str, Any]]:
     return described
 
 
+@pytest.mark.slow
 def test_what_happens_on_the_way(run_ranks: Any) -> None:
     for moved, rated, parted, other in run_ranks(2, around):
         ((why, _),) = moved["eager"].items()

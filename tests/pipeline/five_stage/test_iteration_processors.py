@@ -162,6 +162,7 @@ def parity(ranks: Ranks, rtol: float) -> list[dict[str, Any]]:
     return described
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "gpu", "rtol"),
     [(1, False, 0.0), (2, False, 0.0), *(pytest.param(*place.values, 1e-4, marks=place.marks) for place in GPU_PLACES)],

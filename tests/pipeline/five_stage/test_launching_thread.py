@@ -162,6 +162,7 @@ def test_orders_that_ranks_can_have_together():
         assert ((one, other) in PAIRS) == together
 
 
+@pytest.mark.slow
 def test_no_order_of_the_threads_hangs_or_changes_the_result(run_ranks):
     ran = run_ranks(2, interleave)
     pairs = {case: list(zip(ran[0][case], ran[1][case], strict=True)) for case in dealt()}

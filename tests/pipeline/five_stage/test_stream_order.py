@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
@@ -80,6 +81,7 @@ def unordered(ranks: Ranks) -> tuple[dict[str, int], dict[str, int], dict[str, A
     return found[0], found[1], described
 
 
+@pytest.mark.slow
 def test_all_accesses_are_ordered(run_ranks: Callable[..., Any]) -> None:
     for without_waits, found, described in run_ranks(2, unordered):
         assert any(said.startswith("copy: ") for said in without_waits)

@@ -103,6 +103,7 @@ def train_both(ranks: Ranks, folder: Path, samples: int) -> list[Any]:
     return [train(ranks, folder, pipeline, samples) for pipeline in ("torchrec", "static")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 2])
 def test_odd_histories_train_as_in_stock(run_ranks: Callable[..., list[Any]], folder: Path, samples: int) -> None:
     for (losses, logits, state, _), (ours, of_ours, of_state, described) in run_ranks(2, train_both, folder, samples):

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dlrm_bench.bench.config import PIPELINES, RunConfig
@@ -55,6 +56,7 @@ def train_both(ranks: Ranks, folder: Path) -> tuple[Any, Any]:
     return train(ranks, small(folder, "torchrec", "plain")), train(ranks, small(folder, "static", "fused"))
 
 
+@pytest.mark.slow
 def test_losses_and_weights_are_those_of_stock(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     generate(replace(smoke_config(tmp_path), users=300, days=5))
     for (stock, before, theirs), (static, _, ours) in run_ranks(2, train_both, tmp_path):

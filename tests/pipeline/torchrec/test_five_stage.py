@@ -139,6 +139,7 @@ def trained(run_ranks: Callable[..., list[Any]]) -> Run:
     return cache(lambda world_size, gpu: run_ranks(world_size, train_all, gpu=gpu))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all off", "all on"])
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_trains_what_stock_trains(trained, world_size, gpu, name):

@@ -15,6 +15,7 @@ from dlrm_bench.bench.records.record import read_record
 TARGET = 0.58
 
 
+@pytest.mark.slow
 def test_from_raw_days_to_a_score(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

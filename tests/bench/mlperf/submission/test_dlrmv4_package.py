@@ -57,6 +57,7 @@ def test_runs_that_converge_faster_than_the_reference_may_are_refused(tmp_path: 
     assert any(error.startswith("RCP: ") for error in found), found
 
 
+@pytest.mark.slow
 def test_a_package_of_made_data_is_accepted_where_that_is_said(tmp_path: Path) -> None:
     """Its numbers of samples and rates are its own, which no rule takes; anything else is refused all the same."""
     package = made_package(tmp_path, 6)

@@ -91,6 +91,7 @@ def test_published_logs_make_sense() -> None:
         assert list(senseless(log)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [0, 1, 3, 10])
 def test_such_a_package_is_neither_accepted_nor_scored(tmp_path: Path, case: int) -> None:
     """One log of ten; of the open division, in which the checkers know no target."""

@@ -181,6 +181,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "calls"),
     [

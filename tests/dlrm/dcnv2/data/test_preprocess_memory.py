@@ -25,6 +25,7 @@ for line in open("/proc/self/status"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of peak memory")
 def test_peak_memory_does_not_grow_with_the_rows_of_a_day(tmp_path: Path) -> None:
     peak_kb = []

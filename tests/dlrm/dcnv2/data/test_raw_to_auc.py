@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from dlrm_bench.bench.presets import preset
@@ -18,6 +19,7 @@ SCALE, SKEW = 0.1, 2.0
 """Few rows and few frequent ids, so that one short epoch sees enough of each."""
 
 
+@pytest.mark.slow
 def test_raw_days_train_to_the_planted_auc(tmp_path: Path) -> None:
     raw, out = tmp_path / "raw", tmp_path / "out"
     generate(PlantedConfig(path=raw, raw="tsv.gz", days=3, samples_per_day=25_000, table_scale=SCALE, skew=SKEW))

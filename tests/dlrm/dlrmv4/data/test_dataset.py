@@ -129,6 +129,7 @@ def test_a_tail_is_padded_with_the_rank_s_own_sample(folder: Path) -> None:
         assert_same(last.packed, builder.build(index.select(window, np.concatenate([own, repeated]))))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_compile_once_data_are_open(folder: Path) -> None:
     """numba compiles for seconds, which reader threads would otherwise do within the clock of a run."""
     program = f"""

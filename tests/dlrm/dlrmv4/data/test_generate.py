@@ -63,6 +63,7 @@ def test_events_of_users_are_lognormal_and_clipped():
     assert near((counts > 4_086).mean(), 0.38, 0.04)
 
 
+@pytest.mark.slow
 def test_the_mix_of_events(cache):
     shares = [flags.mean() for flags in (cache.is_listen_plus, cache.is_skip, cache.is_like)]
     assert near(shares[0], 0.613, 0.015)
@@ -81,12 +82,14 @@ def test_the_mix_of_events(cache):
     assert (cache.played_ratio[~listen] == 0).all()
 
 
+@pytest.mark.slow
 def test_items_are_skewed_and_repeated(cache):
     counts = np.sort(np.unique(cache.item, return_counts=True)[1])[::-1]
     assert near(counts[: len(counts) // 100].sum() / counts.sum(), 0.492, 0.04)
     assert near((counts == 1).mean(), 0.357, 0.06)
 
 
+@pytest.mark.slow
 def test_times(cache):
     assert (cache.timestamp % 5 == 0).all()
     same_user = np.diff(cache.uid) == 0
@@ -103,6 +106,7 @@ def test_times(cache):
     assert cache.timestamp.max() < 26_000_000 - 86_400 - 1_800
 
 
+@pytest.mark.slow
 def test_anchors_come_late(cache, others):
     assert len(WindowIndex.open(cache)) == 300
     assert cache.anchor_timestamp.min() == 60_480
@@ -139,6 +143,7 @@ def statistics(root: Path, cache: Cache, first: int, end: int) -> dict[str, floa
     }
 
 
+@pytest.mark.slow
 def test_early_batches(root, cache):
     found = statistics(root, cache, 60, 76)
     assert near(found["length"] + 9, 2_082, 250), found
@@ -148,6 +153,7 @@ def test_early_batches(root, cache):
     assert found["bytes"] < 6e6, found
 
 
+@pytest.mark.slow
 def test_late_batches(root, cache):
     found = statistics(root, cache, 200, 210)
     assert near(found["length"] + 9, 2_660, 150), found
@@ -165,6 +171,7 @@ def test_equal_parameters_give_equal_bytes_on_any_threads(tmp_path):
         assert (tmp_path / "three" / path.relative_to(config.out)).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.slow
 def test_the_known_auc_is_the_teachers_and_no_simple_score_beats_it(tmp_path):
     config = smoke_config(tmp_path)
     found, _ = generate(config)

@@ -39,6 +39,7 @@ def plan_in_tiers(tables: Tables, ranks: int, batch: int, tiers: TableMemory | N
     return make_plan(tables, topology, batch, 2, ADAGRAD, ids=IDS, tiers=tiers, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "exchanges", "embedding"), [(2, 0.75, 1.02), (4, 0.55, 1.03), (8, 0.15, 1.35)])
 def test_fewer_rows_of_mlperf_are_exchanged_than_by_a_plan_that_knows_no_tiers(
     ranks: int, exchanges: float, embedding: float
@@ -75,6 +76,7 @@ def test_a_plan_of_two_ranks_is_near_the_best_of_all() -> None:
     assert max(every) > 1.5 * min(every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [HALF, TableMemory(device_bytes=20 * 10**9)])
 def test_no_rank_exceeds_its_memory_of_either_tier(memory: TableMemory) -> None:
     """Ranks hold unequal rows; where memory is scarce, less unequal ones."""

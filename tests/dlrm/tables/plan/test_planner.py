@@ -163,6 +163,7 @@ def test_too_many_ranks_are_refused():
         plan_of(model_of([10**6] * 3, [1] * 3, dim=4), 4, 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, 16, 32, 64, 128])
 def test_the_mlperf_model_is_balanced_over_nodes(ranks):
     """MLPerf's model at 512 samples a GPU and at GBS 135168, on nodes of eight GPUs of 141 GB."""

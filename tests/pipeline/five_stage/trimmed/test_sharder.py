@@ -116,6 +116,7 @@ def results(run_ranks: Callable[..., list[Any]]) -> dict[str, list[Result]]:
     return by_case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_trains_what_stock_trains(results, name):
     for rank in results[name]:
@@ -128,6 +129,7 @@ def test_trains_what_stock_trains(results, name):
             assert [key for key in theirs.state if not torch.equal(ours.state[key], theirs.state[key])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_evaluates_as_stock_does(results, name):
     for rank in results[name]:
@@ -136,6 +138,7 @@ def test_evaluates_as_stock_does(results, name):
         assert stock.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.torchrec])
 def test_asks_as_little_as_it_says(results, name):
     case = CASES[name]
