@@ -96,10 +96,12 @@ def test_static_equals_stock(trained, embedding, request):
         assert error.mean() < change.mean() / 1e3
 
 
+@pytest.mark.slow
 def test_optimizers_differ(trained):
     assert len({tuple(trained[0][embedding]["static"].losses) for embedding in OPTIMIZERS}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("embedding", "columns"), [("adagrad", 32), ("rowwise_adagrad", 1), ("sgd", 0)])
 def test_state_moves_and_has_the_columns_that_memory_is_counted_for(trained, embedding, columns):
     stock = trained[0][embedding]["stock"]

@@ -114,6 +114,7 @@ def test_the_state_is_whole(trained: list[dict[str, dict[str, Trained]]], gpu: b
         torch.testing.assert_close(torch.tensor(resumed), torch.tensor(stock), rtol=1e-5 if gpu else 0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_is_described(trained: list[dict[str, dict[str, Trained]]], gpu: bool, name: str) -> None:
     described = trained[0][name]["all on"].described

@@ -153,6 +153,7 @@ def test_trains_what_stock_trains(trained, world_size, gpu, name):
         assert ours.bf16 != ours.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all off", "all on"])
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_state_is_that_of_stock_and_either_goes_on_from_it(trained, world_size, gpu, name):
@@ -167,6 +168,7 @@ def test_state_is_that_of_stock_and_either_goes_on_from_it(trained, world_size, 
         torch.testing.assert_close(resumed, torch.tensor(rank["stock"].resumed), rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_what_was_off_and_what_was_trimmed_is_described(trained, world_size, gpu):
     rank = trained(world_size, gpu)[0]
@@ -184,6 +186,7 @@ def test_what_was_off_and_what_was_trimmed_is_described(trained, world_size, gpu
     assert ("no CUDA graphs on cpu" in described["switched_off"].get("graph_dists", "")) == (not gpu)
 
 
+@pytest.mark.slow
 def test_nothing_keeps_the_model_out_of_a_graph(trained):
     """The hooks by which a loss that is not finite stops its weights are captured with it."""
     assert [variant.obstacle for variant in trained(2, False)[0].values()] == [None] * len(VARIANTS)
