@@ -118,8 +118,8 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
 def _compile_settings_together() -> None:
     """Lets Triton compile all settings of a kernel of the reference at once, on all cores, before it times them in
     turn: there are some 300, which take minutes one after the other."""
-    from triton import AsyncCompileMode
-    from triton.runtime.autotuner import Autotuner
+    triton: Any = import_module("triton")
+    tuners: Any = import_module("triton.runtime.autotuner")
 
     def compile_first(tuner: Any) -> None:
         prune = tuner.prune_configs  # of `run`, which calls it once for each key, before the first timing
@@ -127,8 +127,9 @@ def _compile_settings_together() -> None:
         def compiled(arguments: Mapping[str, Any]) -> list[Any]:
             configs: list[Any] = prune(arguments)
             fixed = tuner.nargs | {name: value for name, value in arguments.items() if name != "warmup"}
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, AsyncCompileMode(pool, ignore_errors=True):
-                for config in configs:  # one that does not compile is left out by the timing, as without this
+            pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+            with pool, triton.AsyncCompileMode(pool, ignore_errors=True):  # timing leaves out what does not compile
+                for config in configs:
                     tuner.fn.warmup(**fixed, **config.all_kwargs())
             return configs
 
@@ -136,7 +137,7 @@ def _compile_settings_together() -> None:
 
     modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE + ".")]
     for tuner in {id(value): value for module in modules for value in vars(module).values()}.values():
-        if isinstance(tuner, Autotuner) and "prune_configs" not in vars(tuner):
+        if isinstance(tuner, tuners.Autotuner) and "prune_configs" not in vars(tuner):
             compile_first(tuner)
 
 
