@@ -1,4 +1,4 @@
-"""What no graph of all five stages can hold is refused by name, or, where that is asked for, trained without it."""
+"""Cross-cutting: what no graph of all five stages can hold is refused by name, or trained without it where asked for."""
 
 from collections.abc import Callable
 from typing import Any
