@@ -1,4 +1,4 @@
-"""Cross-cutting: what no graph of all five stages can hold is refused by name, or trained without it where asked for."""
+"""Cross-cutting: what no graph of all five stages can hold is refused by name, or trained without it when asked for."""
 
 from collections.abc import Callable
 from typing import Any
