@@ -136,9 +136,9 @@ def _compile_settings_together() -> None:
         tuner.prune_configs = compiled
 
     modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE + ".")]
-    for tuner in {id(value): value for module in modules for value in vars(module).values()}.values():
-        if isinstance(tuner, tuners.Autotuner) and "prune_configs" not in vars(tuner):
-            compile_first(tuner)
+    for value in [value for module in modules for value in vars(module).values()]:
+        if isinstance(value, tuners.Autotuner) and "prune_configs" not in vars(value):  # of no earlier model or import
+            compile_first(value)
 
 
 def reference_names(config: ModelConfig) -> dict[str, str]:
