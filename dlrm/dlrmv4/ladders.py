@@ -73,7 +73,20 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     "full": _FULL,
     "static": (*_FULL[:2], *_STATIC_RUNGS, _ITEMS, _USERS),
     "static-ends": (_STOCK, _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
-    "baselines": (*_REFERENCE, *_FULL[:2], _FULL[-1]),
+    "baselines": (*_REFERENCE, _STOCK, _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
+    "reference": (_REFERENCE[-1], _STOCK, _STATIC_RUNGS[-1]),
+    "recompute": (
+        Rung(
+            "recompute",
+            (*_STATIC_RUNGS[-1].flags, "--model.recompute-layers"),
+            "Memory, not time: layers keep their input and attention, and compute projections again.",
+        ),
+        Rung(
+            "keep-projections",
+            (*_STATIC_RUNGS[-1].flags, "--model.no-recompute-layers"),
+            "A sixth of the products: projections stay in memory for the backward pass.",
+        ),
+    ),
     "dynamic-rows": (
         _STATIC_RUNGS[-1],
         Rung(

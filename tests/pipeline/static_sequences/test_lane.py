@@ -99,10 +99,10 @@ def test_rooms_from_the_least_known_to_beyond_the_largest_are_captured_together(
     run.runs(EAGER)
     assert run.eager == [room(1000)] * EAGER
     assert run.graphs.works == []
-    run.runs(1)  # with all up to batch 3 + AHEAD known: 1000 to 1500, so up to 1750
+    run.runs(1)  # with all up to batch 3 + AHEAD known: 1000 to 1500, so up to 2250
     captured = [of for _, of in run.graphs.rooms[::2]]
     assert captured == sorted(captured, reverse=True)
-    assert (captured[0], captured[-1]) == (room(1750), room(1000))
+    assert (captured[0], captured[-1]) == (room(2250), room(1000))
     assert run.graphs.rooms == [(slot, of) for of in captured for slot in (1, 0)]  # that of the batch at hand first
     run.runs(7)
     assert run.graphs.captures == 2 * len(captured)
@@ -113,12 +113,15 @@ def test_rooms_from_the_least_known_to_beyond_the_largest_are_captured_together(
     assert run.ends()
 
 
-def test_rooms_beyond_the_largest_known_are_captured_only_if_there_is_memory_for_them() -> None:
+@pytest.mark.parametrize(("memory_for", "largest"), [(2250, 2250), (2000, 1750), (1750, 1750), (1600, 1500)])
+def test_rooms_beyond_the_largest_known_are_captured_only_if_there_is_memory_for_them(
+    memory_for: int, largest: int
+) -> None:
     run = Run([1000] * EAGER + [1200, 1500] * 4)
-    run.graphs.most = room(1500)
+    run.graphs.most = room(memory_for)
     run.runs(EAGER + 8)
     captured = [of for _, of in run.graphs.rooms[::2]]
-    assert (captured[0], captured[-1]) == (room(1500), room(1000))
+    assert (captured[0], captured[-1]) == (room(largest), room(1000))
     assert len(run.graphs.replayed) == 8
 
 
@@ -141,7 +144,7 @@ def test_a_smaller_room_is_captured_alone_and_a_larger_one_with_all_that_are_kno
     run.runs(1)
     assert run.graphs.cleared == cleared + 1
     captured = [of for _, of in run.graphs.rooms[::2]]
-    assert (captured[0], captured[-1]) == (room(4000 + 3300 // 2), room(700))
+    assert (captured[0], captured[-1]) == (room(4000 + 3 * 3300 // 2), room(700))
     captures = run.graphs.captures
     run.runs(late)
     assert run.graphs.captures == captures
