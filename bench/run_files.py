@@ -32,7 +32,7 @@ from dlrm_bench.bench.records.record import (
     write_iterations,
     write_record,
 )
-from dlrm_bench.bench.records.schema import Git, Machine, Profile, RunRecord, Telemetry, Training
+from dlrm_bench.bench.records.schema import Evaluations, Git, Machine, Profile, RunRecord, Telemetry, Training
 from dlrm_bench.dlrm.benchmark import SampleSizes
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -199,6 +199,9 @@ def _training(this: "Run", losses: list[float]) -> Training:
     )
     if this.metrics is not None:
         training["train_metrics"] = this.metrics.last
+    if this.evaluation_s:
+        seconds = [round(each, 6) for each in this.evaluation_s]
+        training["evaluations"] = Evaluations(samples=this.dataset.eval_samples, seconds=seconds)
     return training
 
 

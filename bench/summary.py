@@ -1,6 +1,7 @@
 """Prints the result of a run, and gives its exit status."""
 
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from dlrm_bench.bench.limits.efficiency import efficiency_in_words
 from dlrm_bench.bench.mlperf.log import check_compliance
-from dlrm_bench.bench.records.schema import LatencySummary, RunRecord
+from dlrm_bench.bench.records.schema import Evaluations, LatencySummary, RunRecord
 from dlrm_bench.bench.run import Outcome
 from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.benchmarks import benchmark_of
@@ -71,9 +72,20 @@ def _print(outcome: Outcome) -> int:
             f"AUC          {auc}, target {training['target']:.5f} {reached} after "
             f"{training['epoch_num']:.3f} epochs" + (f"; best of any model {best:.5f}" if best is not None else "")
         )
+        if "evaluations" in training:
+            console.print(evaluations_in_words(training["evaluations"]))
         status = status or _check_log(outcome, console)
     console.print(f"record       {outcome.folder}", soft_wrap=True)
     return status
+
+
+def evaluations_in_words(evaluations: Evaluations) -> str:
+    """Returns a line on a run's evaluations: their number and samples, the median duration, and its rate."""
+    samples, seconds = evaluations["samples"], median(evaluations["seconds"])
+    return (
+        f"evaluations  {len(evaluations['seconds'])} of {samples:,} samples, {seconds:.3f} s each (median): "
+        f"{samples / seconds:,.0f} samples/s"
+    )
 
 
 def _check_log(outcome: Outcome, console: Console) -> int:

@@ -53,6 +53,10 @@ class Samples:
     states: list[tuple[int, GpuState]] = field(default_factory=list)
     stretches: list[int] = field(default_factory=list)
     """Stretch of iterations in which each state was seen, 0 in an evaluation; empty if all are of one stretch."""
+    seconds: list[float] = field(default_factory=list)
+    """Time of each state by the host's monotonic clock."""
+    period_s: float | None = None
+    """Mean latency of the iterations after the warm-up, in seconds; None if there are none."""
     gc_iterations: list[int] = field(default_factory=list)
     gpu: str | None = None
     """UUID of the GPU; None if NVML does not report it."""
@@ -101,11 +105,14 @@ class RunMonitor:
         # The loop begins with a collection, and Python may make another one after its end: neither cost the loop time.
         within = [i for i in self._samples.gc_iterations if 0 < i < self._clock.iterations]
         self._samples.gc_iterations = within
+        warmup = self._warmup if warmup is None else warmup
+        timed = self._clock.local_ms()[warmup:]
+        self._samples.period_s = float(timed.mean(dtype=np.float64)) / 1000 if len(timed) else None
         ranks: list[Any] = [self._samples]
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, self._samples)
-        return summarize(ranks, self._interval_s, self._warmup if warmup is None else warmup)
+        return summarize(ranks, self._interval_s, warmup)
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop":
@@ -125,6 +132,7 @@ class RunMonitor:
                 ended = self._end.wait(min(wait, self._interval_s))
                 stretch = self._clock.stretch
                 self._samples.states.append((self._clock.iterations, gpu_state(gpu)))
+                self._samples.seconds.append(time.monotonic())
                 self._samples.stretches.append(stretch)
 
 
@@ -165,35 +173,35 @@ def _evenly(states: list[tuple[int, GpuState]], kept: int) -> list[tuple[int, Gp
 
 
 def _joules_per_iteration(gpus: Sequence[Samples], warmup: int) -> float | None:
-    """Returns the energy of all GPUs per iteration, in joules, by their energy counters; None if a GPU has no counter,
-    or if a counter changed too seldom.
+    """Returns the energy of all GPUs per iteration, in joules: the mean power by their energy counters times the mean
+    latency; None if a GPU has no counter, or if a counter changed too seldom.
 
     In each stretch of iterations it counts from the first sample that saw a counter change to the last such sample: a
     counter changes ten times per second, and its value in between is up to 0.1 s old. Energy of evaluations between
-    stretches is left out.
+    stretches is left out. Iterations of that time are not counted: the host launches them ahead of the GPU.
     """
     total = 0.0
     for samples in gpus:
-        energy, iterations, changes = 0.0, 0, 0
+        energy, seconds, changes = 0.0, 0.0, 0
         for timed in _by_stretch(samples, warmup):
             changed = [new for old, new in pairwise(timed) if new[1] != old[1]]
             changes += len(changed)
             if len(changed) > 1:
                 energy += changed[-1][1] - changed[0][1]
-                iterations += changed[-1][0] - changed[0][0]
-        if changes < _FEWEST_CHANGES or iterations <= 0:
+                seconds += changed[-1][0] - changed[0][0]
+        if changes < _FEWEST_CHANGES or seconds <= 0 or samples.period_s is None:
             return None
-        total += energy / iterations
+        total += energy / seconds * samples.period_s
     return total if gpus else None
 
 
-def _by_stretch(samples: Samples, warmup: int) -> list[list[tuple[int, float]]]:
-    """Returns (iterations, energy) of the samples after the warm-up, grouped by stretch."""
-    found: dict[int, list[tuple[int, float]]] = {}
+def _by_stretch(samples: Samples, warmup: int) -> list[list[tuple[float, float]]]:
+    """Returns (seconds, energy) of the samples after the warm-up, grouped by stretch."""
+    found: dict[int, list[tuple[float, float]]] = {}
     stretches = samples.stretches or [1] * len(samples.states)
-    for (iterations, state), stretch in zip(samples.states, stretches, strict=True):
+    for (iterations, state), stretch, at in zip(samples.states, stretches, samples.seconds, strict=True):
         if stretch and iterations >= warmup and state.energy_j is not None:
-            found.setdefault(stretch, []).append((iterations, state.energy_j))
+            found.setdefault(stretch, []).append((at, state.energy_j))
     return list(found.values())
 
 

@@ -334,6 +334,17 @@ class Training(TypedDict):
     status: TrainingStatus
     train_metrics: NotRequired["TrainMetricValues"]
     """Metrics of the last complete --loss-interval, with --train-metrics."""
+    evaluations: NotRequired["Evaluations"]
+    """Absent if there was none, and in records before 27 November 2026."""
+
+
+class Evaluations(TypedDict):
+    """The evaluations of a run, in order."""
+
+    samples: int
+    """Samples of one evaluation."""
+    seconds: list[float]
+    """Duration of each, from its first batch until the AUC is known."""
 
 
 class TrainMetricValues(TypedDict):

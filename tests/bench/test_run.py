@@ -84,7 +84,7 @@ def reached(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def test_the_target_is_reached_and_recorded(data, reached):
-    _, ended, record = reached
+    folder, ended, record = reached
     manifest = read_manifest(data)
     assert manifest is not None
     training = record.run["training"]
@@ -97,6 +97,11 @@ def test_the_target_is_reached_and_recorded(data, reached):
     assert training["epoch_num"] == pytest.approx(iterations * GBS / TRAIN_SAMPLES)
     assert training["losses"]["last"] < training["losses"]["first"]
     assert "target 0.60000 reached" in ended.outputs[0]
+    evaluations = training["evaluations"]
+    assert evaluations["samples"] == SAMPLES_PER_DAY // 2
+    assert len(evaluations["seconds"]) == len(metadata(folder, "eval_stop"))
+    assert all(seconds > 0 for seconds in evaluations["seconds"])
+    assert f"of {SAMPLES_PER_DAY // 2:,} samples" in ended.outputs[0]
     assert ended.outputs[1] == ""
     assert record.run["git"]["source"] == source_hash(ROOT)
     assert record.run["provenance"]["packages"]["torch"] == torch.__version__

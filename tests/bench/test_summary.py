@@ -53,6 +53,14 @@ def compliant(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return answer
 
 
+def test_the_rate_of_evaluations_is_that_of_the_median(capsys):
+    training: Training = {**REACHED, "evaluations": {"samples": 2_058_204, "seconds": [85.0, 84.0, 100.0]}}
+    _, text = printed(capsys, outcome(training))
+    assert "evaluations  3 of 2,058,204 samples, 85.000 s each (median): 24,214 samples/s" in text
+    _, text = printed(capsys, outcome(REACHED))
+    assert "evaluations" not in text
+
+
 def test_a_run_that_was_not_steady_says_so(capsys):
     _, text = printed(capsys, outcome(NO_TARGET))  # its iterations become slower and slower
     assert "not steady   between two eighths of the timed iterations the median changed by +" in text

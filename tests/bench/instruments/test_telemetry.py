@@ -17,7 +17,14 @@ CPU = torch.device("cpu")
 
 def states(*reasons: int | None) -> Samples:
     """One sample every ten iterations."""
-    return Samples(states=[(10 * i, GpuState(1980.0 - i, 50.0 + i, None, bits)) for i, bits in enumerate(reasons, 1)])
+    found = [(10 * i, GpuState(1980.0 - i, 50.0 + i, None, bits)) for i, bits in enumerate(reasons, 1)]
+    return Samples(found, seconds=[float(i) for i, _ in found], period_s=1.0)
+
+
+def counted(*energies: tuple[int, float], gpu: str | None = None) -> Samples:
+    """Samples of (iterations, joules), with an iteration each second."""
+    found = [(i, GpuState(1980.0, 50.0, 700.0, 0, joules)) for i, joules in energies]
+    return Samples(found, seconds=[float(i) for i, _ in energies], period_s=1.0, gpu=gpu)
 
 
 def test_throttling_is_told_in_spans_by_rank_and_reason() -> None:
@@ -34,10 +41,8 @@ def test_throttling_is_told_in_spans_by_rank_and_reason() -> None:
 
 
 def test_samples_carry_their_iterations_and_energy_is_counted_after_the_warm_up() -> None:
-    def rank(joules: float) -> Samples:
-        return Samples(states=[(i, GpuState(1980.0, 50.0, 700.0, 0, joules * i)) for i in range(0, 1000, 2)])
-
-    conditions = summarize([rank(1.5), rank(2.5)], 0.5, warmup=100)
+    ranks = [counted(*((i, joules * i) for i in range(0, 1000, 2))) for joules in (1.5, 2.5)]
+    conditions = summarize(ranks, 0.5, warmup=100)
     assert conditions["joules_per_iteration"] == pytest.approx(4.0)
     series = conditions["ranks"][1]
     assert len(series["iteration"]) == len(series["energy_j"]) == KEPT + KEPT_OF_WARMUP
@@ -47,36 +52,48 @@ def test_samples_carry_their_iterations_and_energy_is_counted_after_the_warm_up(
 
 
 def test_energy_of_a_gpu_that_ranks_share_is_counted_once() -> None:
-    counted = [(i, GpuState(None, None, None, None, 2.0 * i)) for i in (10, 20, 30, 40)]
-    conditions = summarize([Samples(counted, gpu=gpu) for gpu in ("a", "b", "a", "b")], 0.5)
+    energies = [(i, 2.0 * i) for i in (10, 20, 30, 40)]
+    conditions = summarize([counted(*energies, gpu=gpu) for gpu in ("a", "b", "a", "b")], 0.5)
     assert conditions["joules_per_iteration"] == pytest.approx(4.0)
     assert [rank["gpu"] for rank in conditions["ranks"]] == ["a", "b", "a", "b"]
-    unknown = summarize([Samples(counted), Samples(counted)], 0.5)
+    unknown = summarize([counted(*energies), counted(*energies)], 0.5)
     assert unknown["joules_per_iteration"] == pytest.approx(4.0)
 
 
 def test_energy_is_unknown_where_a_gpu_counts_none_or_nothing_was_timed() -> None:
-    counted = Samples(states=[(i, GpuState(None, None, None, None, 2.0 * i)) for i in (10, 20, 30, 40)])
-    assert summarize([counted, states(0, 0)], 0.5)["joules_per_iteration"] is None
-    assert summarize([counted], 0.5, warmup=15)["joules_per_iteration"] is None
-    assert summarize([counted], 0.5)["joules_per_iteration"] == 2.0
+    samples = counted(*((i, 2.0 * i) for i in (10, 20, 30, 40)))
+    assert summarize([samples, states(0, 0)], 0.5)["joules_per_iteration"] is None
+    assert summarize([samples], 0.5, warmup=15)["joules_per_iteration"] is None
+    assert summarize([samples], 0.5)["joules_per_iteration"] == 2.0
+    samples.period_s = None
+    assert summarize([samples], 0.5)["joules_per_iteration"] is None
+
+
+def test_iterations_that_the_host_launches_ahead_take_no_energy() -> None:
+    """600 W, 0.2 s an iteration, whatever number of them the host has launched: 8 more, and all before the end."""
+    samples = counted(*((min(8 + i // 2, 24), 60.0 * i) for i in range(48)))
+    samples.seconds = [0.1 * i for i in range(48)]
+    samples.period_s = 0.2
+    assert summarize([samples], 0.5, warmup=8)["joules_per_iteration"] == pytest.approx(120.0)
 
 
 def test_energy_of_an_evaluation_is_left_out() -> None:
     """2 J an iteration; after iteration 100 an evaluation takes 5 kJ, in which no iteration is launched."""
-    training = [(i, 2.0 * i, 1) for i in range(0, 101, 4)]
-    evaluation = [(100, 200.0 + 50.0 * n, 0) for n in range(1, 101)]
-    after = [(i, 5000.0 + 2.0 * i, 2) for i in range(104, 201, 4)]
+    training = [(i, 2.0 * i, 1, 1.0 * i) for i in range(0, 101, 4)]
+    evaluation = [(100, 200.0 + 50.0 * n, 0, 100.0 + n) for n in range(1, 101)]
+    after = [(i, 5000.0 + 2.0 * i, 2, 100.0 + i) for i in range(104, 201, 4)]
     seen = [*training, *evaluation, *after]
-    states = [(i, GpuState(None, None, None, None, joules)) for i, joules, _ in seen]
-    assert summarize([Samples(states, [s for _, _, s in seen])], 0.5)["joules_per_iteration"] == pytest.approx(2.0)
-    assert (summarize([Samples(states)], 0.5)["joules_per_iteration"] or 0) > 20
+    samples = counted(*((i, joules) for i, joules, _, _ in seen))
+    samples.seconds = [second for _, _, _, second in seen]
+    assert (summarize([samples], 0.5)["joules_per_iteration"] or 0) > 18
+    samples.stretches = [stretch for _, _, stretch, _ in seen]
+    assert summarize([samples], 0.5)["joules_per_iteration"] == pytest.approx(2.0)
 
 
 def test_energy_is_that_between_changes_of_a_counter_that_lags() -> None:
     """2 J an iteration, counted every 50 iterations; from the first sample to the last it would be 1.70."""
-    states = [(i, GpuState(None, None, None, None, 100.0 * (i // 50))) for i in range(1, 248, 3)]
-    assert summarize([Samples(states)], 0.5)["joules_per_iteration"] == pytest.approx(2.0, abs=0.05)
+    samples = counted(*((i, 100.0 * (i // 50)) for i in range(1, 248, 3)))
+    assert summarize([samples], 0.5)["joules_per_iteration"] == pytest.approx(2.0, abs=0.05)
 
 
 def test_idle_and_application_clocks_are_not_throttling() -> None:
