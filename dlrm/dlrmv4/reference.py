@@ -1,12 +1,12 @@
 """The reference's own modules in place of our dense network: a baseline, by the same harness on the same batches.
 
 The modules are those of mlcommons/training, recommendation/generative_recommenders, in a checkout that the user names
-(--model.reference), unchanged but for one switch (_TMA). Their Triton kernels, recomputation, copies of embeddings and
-reads of the device stay: DlrmHSTU.preprocess and main_forward run as they are. The code around them is ours, and no
-slower than the reference's own loop: rows come from the pipeline's tables, split by rows as the reference shards them,
-each requested once; histories are built on the device from packed events, where the reference copies 216 MB from
-unpinned memory; TorchRec's pipeline overlaps work that the reference's plain loop does in sequence; clipped Adam reads
-no norm. --schedule base is the TorchRec pipeline closest to the reference's loop.
+(--model.reference), unchanged, but attention gets copies of views (`_pack_rows`). Their Triton kernels, recomputation,
+copies of embeddings and reads of the device stay: DlrmHSTU.preprocess and main_forward run as they are. The code around
+them is ours, and no slower than the reference's own loop: rows come from the pipeline's tables, split by rows as the
+reference shards them, each requested once; histories are built on the device from packed events, where the reference
+copies 216 MB from unpinned memory; TorchRec's pipeline overlaps work that the reference's plain loop does in sequence;
+clipped Adam reads no norm. --schedule base is the TorchRec pipeline closest to the reference's loop.
 
 The modules do not need gin-config, which configures the reference's scripts: if it is not installed, a decorator that
 does nothing replaces it. The modules need FBGEMM and Triton.
@@ -40,9 +40,6 @@ from dlrm_bench.dlrm.dlrmv4.samples import Samples
 
 _PACKAGE = "generative_recommenders"
 _TUNED = "TRITON_FULL_AUTOTUNE"
-_TMA = "_should_enable_tma"
-"""Whether attention on Hopper copies by TMA: off here. The descriptors take rows of q, k and v for adjacent, which are
-views of one product, and gradients become NaN (github.com/meta-recsys/generative-recommenders/issues/583)."""
 _FIXED = ModelConfig()
 _FIXED_FIELDS = ("action_dim", "head_hidden", "position_buckets", "time_buckets", "loss_weight")
 """Numbers that the reference's modules have in their code."""
@@ -99,7 +96,7 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
         attention = import_module("generative_recommenders.ops.triton.triton_hstu_preprocess_and_attention")
     except ImportError as error:
         raise ValueError(f"--model.reference: its modules need {error.name}, which is not installed") from error
-    setattr(attention, _TMA, lambda: False)
+    _pack_rows(attention)
     theirs = configs.get_hstu_configs("yambda-5b")
     theirs.hstu_embedding_table_dim, theirs.hstu_transducer_embedding_dim = model.embedding_dim, model.width
     theirs.hstu_num_heads, theirs.hstu_attn_num_layers = model.heads, model.layers
@@ -113,6 +110,35 @@ def build_hstu(model: ModelConfig, bf16: bool, device: torch.device) -> nn.Modul
     set_kernel: Any = network.set_hammer_kernel
     set_kernel(kernels.TRITON if device.type == "cuda" else kernels.PYTORCH)
     return network.to(device)
+
+
+def _pack_rows(attention: Any) -> None:
+    """Makes a layer of the reference give its attention copies of q, k and v, and of their gradients.
+
+    They are views of one product. On Hopper, attention copies tiles by TMA, whose descriptors take a view's rows for
+    adjacent: results are wrong and gradients NaN (github.com/meta-recsys/generative-recommenders/issues/583). With TMA
+    off, a setting that it tries on an H200 accesses memory outside of its tensors. The copies read and write 18 KB a
+    token and layer.
+
+    attention: the module triton_hstu_preprocess_and_attention; a second call has no effect.
+    """
+    forward, backward = attention.triton_hstu_attention_fwd, attention.triton_hstu_attention_bwd
+    if isinstance(forward, partial):
+        return
+    attention.triton_hstu_attention_fwd = partial(_packed_forward, forward)
+    attention.triton_hstu_attention_bwd = partial(_packed_backward, backward)
+
+
+def _packed_forward(forward: Any, *, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Any:
+    return forward(q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), **others)
+
+
+def _packed_backward(backward: Any, *, dq: Tensor, dk: Tensor, dv: Tensor, **others: Any) -> None:
+    others |= {name: others[name].contiguous() for name in ("q", "k", "v")}
+    packed = [torch.empty_like(of, memory_format=torch.contiguous_format) for of in (dq, dk, dv)]
+    backward(dq=packed[0], dk=packed[1], dv=packed[2], **others)
+    for gradient, of in zip((dq, dk, dv), packed, strict=True):
+        gradient.copy_(of)
 
 
 def _compile_settings_together() -> None:

@@ -4,6 +4,7 @@ network does."""
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.reference import (
     ReferenceBatch,
     _compile_settings_together,
+    _pack_rows,
     build_hstu,
     build_reference,
     open_checkout,
@@ -162,14 +164,37 @@ def test_its_modules_compute_what_our_network_does() -> None:
         torch.testing.assert_close(theirs[name], value, rtol=0, atol=1e-5 * largest, msg=name)
 
 
+def test_its_attention_gets_copies_of_views_and_gradients_arrive_in_views() -> None:
+    seen = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        seen.extend((q, k, v))
+        return (q + k + v) * scale
+
+    def backward(dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+        seen.extend((dq, dk, dv, q, k, v))
+        for gradient, factor in ((dq, 2), (dk, 3), (dv, 4)):
+            gradient.copy_(dout * factor)
+
+    attention: Any = types.SimpleNamespace(triton_hstu_attention_fwd=forward, triton_hstu_attention_bwd=backward)
+    for _ in range(2):
+        _pack_rows(attention)
+    of_product, of_gradient = torch.rand(5, 4, 8), torch.zeros(5, 4, 8)
+    _, v, q, k = of_product.unbind(1)
+    _, dv, dq, dk = of_gradient.unbind(1)
+    out = attention.triton_hstu_attention_fwd(q=q, k=k, v=v, scale=0.5)
+    assert torch.equal(out, (q + k + v) * 0.5)
+    attention.triton_hstu_attention_bwd(dout=out, q=q, k=k, v=v, dq=dq, dk=dk, dv=dv)
+    assert torch.equal(of_gradient, torch.stack([torch.zeros_like(out), 4 * out, 2 * out, 3 * out], 1))
+    assert len(seen) == 9
+    assert all(tensor.is_contiguous() for tensor in seen)
+
+
 @needs_checkout
-def test_its_attention_copies_no_rows_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper, where its descriptors are wrong."""
+def test_attention_of_the_checkout_is_wrapped() -> None:
     of_reference(replace(STILL, network="reference", reference=Path(str(CHECKOUT))))
     attention = import_module("generative_recommenders.ops.triton.triton_hstu_preprocess_and_attention")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert not attention._should_enable_tma()
+    assert {type(getattr(attention, f"triton_hstu_attention_{way}")) for way in ("fwd", "bwd")} == {partial}
 
 
 @needs_checkout
