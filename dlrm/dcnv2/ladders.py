@@ -76,6 +76,11 @@ _IN_ORDER = (
         "Nearly all launches of the three all-to-alls and of the kernels around them: three graphs replay them.",
     ),
 )
+_WHOLE = Rung(
+    "iteration-graph",
+    (*_IN_ORDER[-1].flags, "--cuda-graph", "iteration"),
+    "All launches but one: a graph holds the iteration, with the next batch's input dist and both updates.",
+)
 _FULL = (
     Rung("stock", _TF32, _STOCK),
     _TUNED,
@@ -141,6 +146,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("stock", _TF32, _STOCK),
         *_five_stage("trim-input-dist", "dense-graph", "pinned-d2h", "launch-threads", "avoid-record-streams"),
     ),
+    "drop-in": (Rung("stock", _TF32, _STOCK), _IN_ORDER[-1], _WHOLE),
     "full": _FULL,
     "ends": (_FULL[0], _FULL[-1]),
     "fp8": (

@@ -70,6 +70,11 @@ class BagsModel:
         return 0
 
     @property
+    def shortest_history(self) -> int:
+        """Number of ids of the shortest history: a fifth of the longest."""
+        return self.longest_history // 5
+
+    @property
     def tables(self) -> Tables:
         """The embedding tables as built."""
         return self._tables(self.bag_names, ())
@@ -219,6 +224,9 @@ class SequenceData(RandomData):
     full: bool = False
     """Draw only histories of the longest length, so that their input dist can be trimmed; otherwise lengths are uniform
     from a fifth of the longest up to it."""
+    padded: bool = False
+    """Pad the histories of a batch to one number of ids, for graphs and a trimmed input dist, without effect on the
+    training: 16 % of the ids are padding at 64 samples, 2.4 % at 4,096. Not needed for histories of one length."""
 
     @property
     def sample_fields(self) -> tuple[str, ...]:

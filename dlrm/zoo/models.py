@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
 )
 from torchrec.models.deepfm import SimpleDeepFMNN
@@ -39,7 +41,7 @@ class BagsBatch(FieldBatch):
 
 @dataclass
 class SequenceBatch(BagsBatch):
-    """Samples with one history each: the key "history"."""
+    """Samples with one history each: the key "history"; in a padded batch, sequences of padding come after them."""
 
     history: KeyedJaggedTensor
 
@@ -135,7 +137,7 @@ class Sequence(Trained):
 
     def logits(self, batch: Any) -> Tensor:
         """Returns logits [B] of a SequenceBatch, or of its proxy in TorchRec's trace."""
-        x = self.items(batch.history)["history"].to_padded_dense(self._longest) + self.positions
+        x = of_samples(self.items(batch.history)["history"], batch.labels, self._longest) + self.positions
         for layer in self.layers:
             x = layer(x, src_mask=self.future)
         return (x.mean(dim=1) * self.item(batch.bags)).sum(dim=1)
@@ -143,6 +145,12 @@ class Sequence(Trained):
     def compiled(self) -> tuple[nn.Module, ...]:
         """Returns the layers of attention and the tower's MLP."""
         return *self.layers, self.item.mlp
+
+
+@torch.fx.wrap  # TorchRec's trace does not look into it
+def of_samples(histories: JaggedTensor, labels: Tensor, longest: int) -> Tensor:
+    """Returns the samples' histories, padded with zeros, [B, longest, embedding_dim], without sequences of padding."""
+    return JaggedTensor(histories.values(), lengths=histories.lengths()[: len(labels)]).to_padded_dense(longest)
 
 
 def build(config: BagsModel, seed: int) -> Trained:

@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.torchrec_model import DeclaredSizes, TorchRecModel
 from dlrm_bench.dlrm.zoo import random_dataset
 from dlrm_bench.dlrm.zoo.config import BagsModel, RandomData, SequenceData, ZooOptimizer
 from dlrm_bench.dlrm.zoo.models import build
-from dlrm_bench.dlrm.zoo.random_dataset import Drawn, RandomDataset, draw_samples
+from dlrm_bench.dlrm.zoo.random_dataset import Drawn, RandomDataset, capacity, draw_samples, pads, spare_sequences
 
 ADAM_STATES = {"step": ".step", "exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq"}
 """Adam's states, with the suffix of their keys, appended to the weight's key."""
@@ -47,15 +47,16 @@ def data_content(config: TrainingConfig) -> dict[str, FileContent]:
 
 def batch_bytes(config: TrainingConfig) -> int:
     """Returns the bytes of a rank's batch in host memory, with the longest histories."""
-    model = _model(config)
+    model, size = _model(config), config.local_batch_size
     bags = len(model.bag_names) * (8 * model.multi_hot_size + 4)
     history = 8 * model.longest_history + 4 if model.longest_history else 0
-    return config.local_batch_size * (4 * model.dense_in_features + 4 + bags + history)
+    spare = 4 * spare_sequences(model, size) if pads(config.data) else 0
+    return size * (4 * model.dense_in_features + 4 + bags + history) + spare
 
 
 def empty_batch(config: TrainingConfig, pin: bool) -> Drawn:
     """Returns a batch of zeros. pin: page-locked."""
-    batch = random_dataset.zeros(_model(config), config.local_batch_size)
+    batch = random_dataset.zeros(_model(config), config.data, config.local_batch_size)
     return Drawn(batch.pin_memory() if pin else batch, config.local_batch_size)
 
 
@@ -74,6 +75,7 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
         sizes=DeclaredSizes(
             bags=dict.fromkeys(model.bag_names, model.multi_hot_size),
             sequences={"history": model.longest_history} if full else {},
+            batches=({"history": capacity(model, config.local_batch_size)},) if pads(data) else (),
         ),
         compiled=module.compiled(),
     )

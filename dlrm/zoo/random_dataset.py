@@ -1,5 +1,6 @@
 """Batches drawn at random, as a data set of the training loop."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -45,34 +46,62 @@ class RandomDataset:
         raise ValueError("random batches have no evaluation samples: leave --target-auc out")
 
 
+def capacity(model: BagsModel, local_batch_size: int) -> int:
+    """Returns the number of ids of the histories in a padded batch.
+
+    It is four standard deviations above the mean of all batches, which 3 of 100,000 batches exceed, or the total of
+    longest histories, if smaller.
+    """
+    lengths = model.longest_history - model.shortest_history + 1
+    mean = (model.shortest_history + model.longest_history) / 2
+    deviation = math.sqrt((lengths**2 - 1) / 12)
+    most = local_batch_size * mean + 4 * deviation * math.sqrt(local_batch_size)
+    return min(local_batch_size * model.longest_history, math.ceil(most))
+
+
+def spare_sequences(model: BagsModel, local_batch_size: int) -> int:
+    """Returns the number of sequences of padding in a padded batch, none of which is longer than a history may be."""
+    most = capacity(model, local_batch_size) - local_batch_size * model.shortest_history
+    return math.ceil(most / model.longest_history) if model.longest_history else 0
+
+
 def draw_samples(
     model: BagsModel, data: object, seed: int, rank: int, world_size: int, local_batch_size: int
 ) -> Iterator[BagsBatch]:
-    """Yields batches of uniform ids and dense features and coin-flip labels, from seed and rank."""
-    full = isinstance(data, SequenceData) and data.full
+    """Yields batches of uniform ids and dense features and coin-flip labels, from seed and rank, the same whether they
+    are padded or not. Lengths of histories with more ids than a padded batch holds are drawn again."""
     random = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
+    full, padded = isinstance(data, SequenceData) and data.full, pads(data)
     while True:
-        yield _draw(model, local_batch_size, random, full)
+        lengths = _lengths(model, local_batch_size, None if full else random)
+        yield _batch(model, local_batch_size, random, lengths, padded)
 
 
-def zeros(model: BagsModel, local_batch_size: int) -> BagsBatch:
-    """Returns a batch with id 0, dense feature 0 and label 0, and full histories."""
-    return _batch(model, local_batch_size, None, _lengths(model, local_batch_size, None))
+def zeros(model: BagsModel, data: object, local_batch_size: int) -> BagsBatch:
+    """Returns a batch with id 0, dense feature 0 and label 0, and full histories, of half the length if padded."""
+    lengths = _lengths(model, local_batch_size, None)
+    return _batch(model, local_batch_size, None, lengths // 2 if pads(data) else lengths, pads(data))
 
 
-def _draw(model: BagsModel, size: int, random: torch.Generator, full: bool) -> BagsBatch:
-    return _batch(model, size, random, _lengths(model, size, None if full else random))
+def pads(data: object) -> bool:
+    """Whether histories of varying lengths are padded to `capacity` ids a batch."""
+    return isinstance(data, SequenceData) and data.padded and not data.full
 
 
 def _lengths(model: BagsModel, size: int, random: torch.Generator | None) -> torch.Tensor:
     """Returns the lengths of the histories, int32 [B]; without a generator, all are the longest."""
-    longest = model.longest_history
+    shortest, longest = model.shortest_history, model.longest_history
     if random is None:
         return torch.full((size,), longest, dtype=torch.int32)
-    return torch.randint(longest // 5, longest + 1, (size,), generator=random, dtype=torch.int32)
+    while True:
+        lengths = torch.randint(shortest, longest + 1, (size,), generator=random, dtype=torch.int32)
+        if lengths.sum() <= capacity(model, size):
+            return lengths
 
 
-def _batch(model: BagsModel, size: int, random: torch.Generator | None, lengths: torch.Tensor) -> BagsBatch:
+def _batch(
+    model: BagsModel, size: int, random: torch.Generator | None, lengths: torch.Tensor, padded: bool
+) -> BagsBatch:
     """Returns a batch; of zeros without a generator."""
 
     def integers(below: int, count: int) -> torch.Tensor:
@@ -93,4 +122,15 @@ def _batch(model: BagsModel, size: int, random: torch.Generator | None, lengths:
     if not model.longest_history:
         return BagsBatch(dense, bags, labels)
     ids = integers(model.rows_built, int(lengths.sum()))
-    return SequenceBatch(dense, bags, labels, KeyedJaggedTensor(["history"], ids, lengths=lengths, stride=size))
+    if padded:
+        ids, lengths = _padded(model, ids, lengths)
+    history = KeyedJaggedTensor(["history"], ids, lengths=lengths, stride=len(lengths))
+    return SequenceBatch(dense, bags, labels, history)
+
+
+def _padded(model: BagsModel, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ids int64 [capacity] and lengths int32 [B + spare sequences]: the spare sequences share the padding ids
+    evenly, which are spread over all rows, so that no single row gets all of them."""
+    spare, more = spare_sequences(model, len(lengths)), capacity(model, len(lengths)) - len(ids)
+    shares = [more // spare + (i < more % spare) for i in range(spare)]
+    return torch.cat([ids, torch.arange(more) % model.rows_built]), torch.cat([lengths, lengths.new_tensor(shares)])

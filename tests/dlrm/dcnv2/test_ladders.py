@@ -54,6 +54,14 @@ def test_the_five_stages_gain_one_switch_a_rung(name: str, order: list[str]) -> 
     assert all(("--precision", "tf32") in pairs(rung) for rung in rungs)
 
 
+def test_the_drop_in_ends_in_one_graph_for_the_iteration() -> None:
+    stock, separate, whole = LADDERS["drop-in"]
+    assert (stock, separate) == (LADDERS["five-stage"][0], LADDERS["five-stage"][-1])
+    assert pairs(whole) - pairs(separate) == {("--cuda-graph", "iteration")}
+    config = parse(["--preset", "launch-bound", *whole.flags])
+    assert (config.pipeline.cuda_graph, config.precision) == ("iteration", "tf32")
+
+
 def test_every_rung_says_what_it_takes_away() -> None:
     for name, rungs in LADDERS.items():
         notes = [rung.note for rung in rungs if not (name.startswith("same") and rung.name.endswith("-a"))]

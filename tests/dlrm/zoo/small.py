@@ -51,6 +51,12 @@ def small(name: str, pipeline: str = "torchrec", **changes: Any) -> RunConfig:
     return changed(config, pipeline, **(smaller | changes))
 
 
+def padded(config: RunConfig) -> RunConfig:
+    """The configuration with the batches that graphs need: histories of varying lengths are padded."""
+    varies = config.benchmark in ("hstu", "zoo_sequence")
+    return replace(config, data=replace(config.data, padded=True)) if varies else config  # type: ignore[call-arg]
+
+
 def drawn(config: RunConfig, ranks: Ranks, count: int) -> list[Drawn]:
     """Returns a rank's first batches; each is used again after DISTINCT others."""
     dataset = named(config.benchmark).parts().open_data(config)

@@ -1,7 +1,7 @@
 """Cross-cutting: models' iterations in one graph: two EBCs, sequences of one length, jagged ones in padded batches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,14 +9,14 @@ import torch
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from tests.dlrm.zoo.small import drawn, small
+from tests.dlrm.zoo.small import drawn, padded, small
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
 from tests.pipeline.whole_state import ModelState, whole_state
 
 STEPS = 24
 EAGER = 3
 REHEARSALS = 2
-NAMES = ("zoo-two-towers", "zoo-sequence-padded", "hstu-tiny")
+NAMES = ("zoo-two-towers", "zoo-sequence", "zoo-sequence-padded", "hstu-tiny")
 WHOLE: dict[str, Any] = {"pinned_d2h": True, "trim_input_dist": True, "cuda_graph": "iteration"}
 
 
@@ -29,9 +29,7 @@ class Trained:
 
 def train(ranks: Ranks, name: str, pipeline: str, **changes: Any) -> Trained:
     torch.set_float32_matmul_precision("highest")
-    config = small(name, pipeline, **changes)
-    if name == "hstu-tiny":
-        config = replace(config, data=replace(config.data, padded=True))
+    config = padded(small(name, pipeline, **changes)) if pipeline == "five-stage" else small(name, pipeline)
     built: Any = build_pipeline(config, config.pipeline, ranks)
     prepared = map(built.prepare, drawn(config, ranks, STEPS))
     losses = [built.train_step(prepared).item() for _ in range(STEPS)]

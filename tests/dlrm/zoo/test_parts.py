@@ -15,7 +15,7 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from tests.dlrm.zoo.small import ALL_ON, DISTINCT, PRESETS, drawn, small
+from tests.dlrm.zoo.small import ALL_ON, DISTINCT, PRESETS, drawn, padded, small
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
 from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
 
@@ -29,11 +29,6 @@ class Trained:
     later: list[float]
     """Losses with which it goes on."""
     described: dict[str, Any]
-
-
-def padded(config: RunConfig) -> RunConfig:
-    """The configuration with the batches that graphs need."""
-    return replace(config, data=replace(config.data, padded=True)) if config.benchmark == "hstu" else config
 
 
 def train(ranks: Ranks, config: RunConfig, state: ModelState | None = None) -> Trained:
@@ -122,8 +117,8 @@ def test_what_is_described(trained: list[dict[str, dict[str, Trained]]], gpu: bo
     assert len(plan) == tables.count
     assert {of_table["ranks"][0] for of_table in plan.values()} == {0, 1}
     by_dist = described["input_dist"]
-    assert by_dist.get("torchrec", []) == (["history"] if name == "zoo-sequence" else [])
     assert by_dist["static"]
+    assert not by_dist.get("torchrec")
     assert bool(described["graphed_dists"]) == gpu
 
 

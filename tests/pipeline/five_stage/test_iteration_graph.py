@@ -24,7 +24,7 @@ from tests.pipeline.five_stage import torchrec_models
 from tests.pipeline.five_stage.torchrec_models import HOT, Trained, batches, build, drain, state
 
 TIMEOUT = 300  # seconds, after which a rank that hangs is killed
-STEPS, FEWER = 50, 16
+MANY, STEPS, FEWER = 200, 50, 16
 EAGER = 5  # first iterations, of which the last two rehearse
 WHOLE = FiveStageOptions(cuda_graph="iteration")
 BITS = 0.0
@@ -44,6 +44,7 @@ CASES: list[dict[str, Any]] = [
     {"plan": "CW", "dense_by": sgd},
     {"plan": "TW", "tables_by": RowWiseAdagrad, "dense_by": adam},
     {"plan": "mixed without RW"},
+    {"plan": "mixed with TWCW"},
     {"plan": "mixed", "sharder": TrimmedEBCSharder(HOT, rows_to_all=True)},
 ]
 
@@ -129,6 +130,25 @@ def test_trains_bit_by_bit_as_stock(run_ranks, world_size, gpu, rtol):
             assert described["captures"] == 1
             assert described["eager"] == {}
             assert len(described["in_graph"]) == 6
+
+
+def long(ranks: Ranks, rtol: float) -> dict[str, Any]:
+    prepare(ranks)
+    data, case = batches(ranks, MANY, fixed=True), {"plan": "mixed without RW", "dense_by": adam}
+    run, plain = whole(ranks, data, **case), stock(ranks, data, **case)
+    assert {name.rpartition("/")[2] for name in plain.state if "/" in name} >= {"exp_avg", "exp_avg_sq", "step"}
+    assert_equal(run.trained, plain, rtol)
+    return run.described
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "gpu", "rtol"),
+    [(2, False, BITS), *(pytest.param(*place.values, 10 * ON_GPU, marks=place.marks) for place in GPU_PLACES)],
+)
+def test_losses_weights_and_states_are_stocks_after_200_steps(run_ranks, world_size, gpu, rtol):
+    for described in run_ranks(world_size, long, rtol, gpu=gpu):
+        assert (described["replays"], described["captures"], described["eager"]) == (MANY - EAGER, 1, {})
 
 
 def clipped(optimizer: CombinedOptimizer) -> CombinedOptimizer:

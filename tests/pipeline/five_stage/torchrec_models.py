@@ -26,6 +26,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from tests.pipeline.five_stage.trimmed.cases import twcw
 
 ROWS = (50, 7, 30, 90, 61, 40)
 DIM = 16
@@ -35,9 +36,9 @@ HOT = dict(zip(FEATURES, (3, 1, 2, 4, 1, 2), strict=True))
 DENSE_FEATURES = 5
 BATCH = 6
 
-TW, CW, RW, DP = "table_wise", "column_wise", "row_wise", "data_parallel"
+TW, CW, TWCW, RW, DP = "table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"
 PLANS = {"TW": [TW] * 6, "CW": [CW] * 6, "RW": [RW] * 6, "DP": [DP] * 6, "mixed": [TW, DP, RW, CW, TW, DP]}
-WITHOUT_ROWS = {"mixed without RW": [TW, DP, DP, CW, TW, CW]}
+WITHOUT_ROWS = {"mixed without RW": [TW, DP, DP, CW, TW, CW], "mixed with TWCW": [TW, DP, TWCW, CW, TWCW, TWCW]}
 
 Kind = Literal["dcn", "dot"]
 
@@ -148,6 +149,7 @@ def _plan(collection: EmbeddingBagCollection, plan: str, ranks: Ranks) -> Shardi
         of_table[f"t_{feature}"] = {
             TW: table_wise(rank=i % world),
             CW: column_wise(ranks=[i % world, (i + 1) % world]),
+            TWCW: twcw([i % world, (i + 1) % world]),
             RW: row_wise(),
             DP: data_parallel(),
         }[sharding]
