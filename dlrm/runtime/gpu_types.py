@@ -138,17 +138,29 @@ H200 = GpuType(
     costs=_H200_COSTS,
 )
 
-# Stated, for comparisons with published results: by the data sheets an H100 differs from an H200 in memory rate, 3.35
+# Stated, not measured: by the data sheets an H100 differs from an H200 in memory rate, 3.35
 # versus 4.8 TB/s, and in memory size; multiprocessors and NVLink are the same.
 H100_STATED = replace(
     H200.costs.at_memory_rate(
         H200.costs.memory_bytes_per_us * 3.35 / 4.8,
-        "NVIDIA H100, stated: an H200's by the memory rates of the data sheets",
+        "NVIDIA H100 80GB HBM3, stated: an H200's by the memory rates of the data sheets",
     ),
     memory_bytes=80_000_000_000,
 )
 
-_KNOWN = {gpu.name: gpu for gpu in (H200,)}
+H100 = GpuType(
+    name="NVIDIA H100 80GB HBM3",
+    data_sheet_flop=H200.data_sheet_flop,  # SXM
+    rates=replace(
+        H200.rates,
+        memory=H200.rates.memory * 3.35 / 4.8,
+        cache=50e6,
+        source="rates of NVIDIA H200, and by the data sheets the memory rate and cache of NVIDIA H100",
+    ),
+    costs=H100_STATED,
+)
+
+_KNOWN = {gpu.name: gpu for gpu in (H200, H100)}
 DEFAULT_COSTS = H200.costs
 
 

@@ -12,8 +12,8 @@ from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, CONTEXT_ROWS, LABEL, LENGTH, Packed, events_of
 from dlrm_bench.dlrm.dlrmv4.work import EVENTS, ITEMS, ROWS, TOKENS, TOKENS_SQUARED
 
-_SAMPLES, _LEAST, _MOST = 4096, 4, 64
-"""Approximate number of samples to inspect, and the minimum and maximum number of batches that contain them."""
+_BATCHES = 32
+"""Maximum number of batches to inspect: histories of batches of 1,024 neighbouring samples differ by a fifth."""
 
 
 def sample_sizes(dataset: Dataset, config: TrainingConfig, world_size: int, iterations: range) -> SampleSizes:
@@ -21,8 +21,7 @@ def sample_sizes(dataset: Dataset, config: TrainingConfig, world_size: int, iter
     assert isinstance(dataset, EventDataset)
     batches = dataset.train_batches(0, world_size, config.local_batch_size)
     last = min(iterations.stop, len(batches)) - 1
-    count = min(max(_LEAST, _SAMPLES // config.local_batch_size), _MOST)
-    chosen = np.unique(np.linspace(min(iterations.start, last), last, count).round().astype(int))
+    chosen = np.unique(np.linspace(min(iterations.start, last), last, _BATCHES).round().astype(int))
     found = [_of_batch(batches[int(number)].packed, dataset.maps) for number in chosen]
     return {name: float(np.mean([of[name] for of in found])) for name in found[0]}
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
-from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, H200, costs_of, gpu_type, note
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, H100, H200, costs_of, gpu_type, note
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.planner import make_plan
 
@@ -16,6 +16,14 @@ def test_an_unknown_gpu_has_default_costs_and_a_note_says_so() -> None:
     assert costs_of("NVIDIA A100") is costs_of(None) is DEFAULT_COSTS
     assert note(DEFAULT_COSTS, "NVIDIA A100").startswith("NVIDIA H200, because there are no costs of NVIDIA A100: run")
     assert note(DEFAULT_COSTS, None) == "NVIDIA H200"
+
+
+def test_an_h100_has_its_own_memory_and_an_h200_s_products() -> None:
+    assert gpu_type("NVIDIA H100 80GB HBM3") is H100
+    assert H100.costs.memory_bytes < H200.costs.memory_bytes
+    assert H100.rates.memory < H200.rates.memory
+    assert H100.data_sheet_flop == H200.data_sheet_flop
+    assert note(H100.costs, H100.name).startswith("NVIDIA H100 80GB HBM3, stated")
 
 
 def test_plans_follow_the_costs() -> None:
