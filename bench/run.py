@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -83,8 +82,6 @@ class Run:
     """Folder of the measurements on rank 0, once they are written."""
     evaluated: int = 0
     """Number of batches, over all evaluations."""
-    evaluation_s: list[float] = field(default_factory=list)
-    """Duration of each evaluation, in seconds."""
 
     def train(self) -> None:
         """Runs the training loop: timed iterations, evaluations at MLPerf's cadence, and checkpoints; stops at the
@@ -172,7 +169,6 @@ class Run:
     def evaluate(self, epoch_num: float) -> float:
         """Returns the exact AUC over the evaluation samples of all ranks."""
         self.log.eval_start(epoch_num)
-        begun = time.monotonic()
         valid: list[int] = []  # the pipeline reads batch i, which appends entry i, before it yields that batch's logits
         logits: list[torch.Tensor] = []
         labels: list[torch.Tensor] = []
@@ -191,7 +187,6 @@ class Run:
                 labels.append(batch_labels[: valid[i]])
                 self.evaluated += 1
         auc = distributed_auc(torch.cat(logits), torch.cat(labels))
-        self.evaluation_s.append(time.monotonic() - begun)
         self.log.eval_accuracy(epoch_num, auc)
         self.log.eval_stop(epoch_num)
         return auc

@@ -199,8 +199,8 @@ def _training(this: "Run", losses: list[float]) -> Training:
     )
     if this.metrics is not None:
         training["train_metrics"] = this.metrics.last
-    if this.evaluation_s:
-        seconds = [round(each, 6) for each in this.evaluation_s]
+    if this.log.evaluation_s:
+        seconds = [round(each, 6) for each in this.log.evaluation_s]
         training["evaluations"] = Evaluations(samples=this.dataset.eval_samples, seconds=seconds)
     return training
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,9 @@ class MLPerfLog:
         self._closed = path is None
         self._running = False
         self._open_eval: float | None = None
+        self._eval_begun = 0.0
+        self.evaluation_s: list[float] = []
+        """Seconds from eval_start to eval_stop of each evaluation, also where nothing is logged."""
         self._counted = counted
         self._in_block = False
 
@@ -178,7 +182,7 @@ class MLPerfLog:
             if self._in_block:
                 self._in_block = False
                 self._log(self._mllog.end, constants.BLOCK_STOP, **self._done(epoch_num))
-            self._open_eval = epoch_num
+            self._open_eval, self._eval_begun = epoch_num, time.monotonic()
             self._log(self._mllog.start, constants.EVAL_START, **self._done(epoch_num))
 
     def eval_accuracy(self, epoch_num: float, auc: float) -> None:
@@ -189,6 +193,7 @@ class MLPerfLog:
         """Ends an evaluation."""
         with self._lock:
             self._open_eval = None
+            self.evaluation_s.append(time.monotonic() - self._eval_begun)
             self._log(self._mllog.end, constants.EVAL_STOP, **self._done(epoch_num))
 
     def close(self, status: RunStatus, epoch_num: float) -> None:

@@ -344,7 +344,7 @@ class Evaluations(TypedDict):
     samples: int
     """Samples of one evaluation."""
     seconds: list[float]
-    """Duration of each, from its first batch until the AUC is known."""
+    """Duration of each, from eval_start to eval_stop of the MLPerf log."""
 
 
 class TrainMetricValues(TypedDict):
