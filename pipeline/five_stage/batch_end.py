@@ -17,7 +17,8 @@ from .groups import group_timeout, lend_group
 UnevenEnd = Literal["error", "stop", "ignore"]
 
 _NOTHING, _NO_FORM, _FIRST_FORM = 0, 1, 2
-"""Announced values: no batch, a batch without a form, a batch of the first form; higher numbers are other forms."""
+"""Announced values: no batch, a batch without a form, a batch of the first form; higher numbers are other forms, and
+negative ones do not fit beside the graphs."""
 
 
 class BatchEnd:
@@ -38,16 +39,21 @@ class BatchEnd:
         """The error to raise after the last common batch, if ranks have different numbers of batches; else None."""
         self.one_form = True
         """Whether the last settled batch has the same form of a graph on every rank that announces it."""
+        self.fits = True
+        """Whether the last settled batch fits beside the graphs on all ranks."""
 
     def begin(self) -> None:
         """Starts a new iterator: batches are counted from its first one."""
         self._count, self.problem = 0, None
 
-    def announce(self, has_batch: bool, form: int | None = None) -> None:
+    def announce(self, has_batch: bool, form: int | None = None, fits: bool = True) -> None:
         """Announces to all ranks whether this rank has a next batch, and the number of its form; None if no graph with
-        all ranks' collectives could run it: ranks replay such a graph together or not at all."""
+        all ranks' collectives could run it: ranks replay such a graph together or not at all. fits: beside the
+        graphs."""
+        self.fits = fits
         if self._group is not None:
-            self._own.fill_(_NOTHING if not has_batch else _NO_FORM if form is None else _FIRST_FORM + form)
+            number = _NOTHING if not has_batch else _NO_FORM if form is None else _FIRST_FORM + form
+            self._own.fill_(number if fits else -number)
             # Into views, one per rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no alternative.
             views = list(self._of_ranks.split(1))
             self._work = dist.all_gather(views, self._own, group=self._group, async_op=True)
@@ -66,7 +72,8 @@ class BatchEnd:
             return True
         self._work.wait()
         self._work = None
-        have = self._of_ranks.tolist()
+        have = self._of_ranks.abs().tolist()
+        self.fits = int(self._of_ranks.min()) >= 0
         self.one_form = len({*have} - {_NOTHING}) < 2
         self._count += 1
         if all(have) or not any(have):

@@ -38,14 +38,19 @@ def form_of(fields: list[Any], outputs: EmbeddingOutputs, device: torch.device) 
     of_fields = tuple(map(signature, fields))
     if None in of_fields:
         return None
-    kind = device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     of_values = (
         (values.shape[1:] if jagged else values.shape, values.dtype)
         for values, jagged in zip(outputs.values, outputs.jagged, strict=True)
     )
     of_lengths = ((lengths.shape, lengths.dtype) for lengths in outputs.lengths)
-    return of_fields, (*of_values, *of_lengths, repr(autocast))
+    return of_fields, (*of_values, *of_lengths, autocast_of(device))
+
+
+def autocast_of(device: torch.device) -> str:
+    """Returns autocast's type in words."""
+    if not torch.is_autocast_enabled(device.type):
+        return "off"
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
 
 
 def signature(leaf: Any) -> Any:

@@ -81,7 +81,7 @@ class DenseGraph:
         self._runs = DenseRun(model, sharded, list(named), self.gradients, device, group)
         self._runs.uses_stay |= not own_graphs
         self._pool = GraphPool()
-        self._memory = GraphMemory(device)
+        self.memory = GraphMemory(device)
         self._batches = 0
         self._form: Form | None = None
         self._why: dict[str, int] = {}
@@ -113,12 +113,6 @@ class DenseGraph:
             return f"the dense part cannot be captured: {self.failure}"
         of_all = f"of {self._batches} batches ran eagerly: "
         return "; ".join(f"{count} {of_all}{why}" for why, count in self._why.items()) or None
-
-    @property
-    def what_it_holds(self) -> str:
-        """A note for out-of-memory errors."""
-        gib = self._memory.idle / 2**30
-        return f'CUDA graphs of the dense part hold {gib:.1f} GiB of it: cuda_graph="none" trains without them'
 
     def forward_backward(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
@@ -226,15 +220,15 @@ class DenseGraph:
                 self._say_eager(plan.eager, form, batch, features, outputs)
             return self._make_room_for(fields, outputs, counts)
         size = input_bytes(fields, outputs.values, plan.rows)
-        if not self._memory.before_capture(size):
+        if not self.memory.before_capture(size):
             self._make_room()
         run = partial(self._runs.run, lookups=lookups, capturing=True)
         self.before_capture()
         try:
-            with self._memory.capturing(size):
+            with self.memory.capturing(size):
                 graph = self._pool.capture(form, batch, features, outputs, plan.rows, run)
             graph.used = self.gradients.used[: self._runs.count]
-            self.failure = self._memory.missing()
+            self.failure = self.memory.missing()
         except Exception as error:
             self.failure = told(error)
         if (replaced := self.put_back()) is not None and self.failure is None:
@@ -246,7 +240,7 @@ class DenseGraph:
 
     def _make_room_for(self, fields: list[Any], outputs: EmbeddingOutputs, counts: list[int]) -> None:
         """Frees memory that an eager batch needs."""
-        if not self._memory.before_eager(input_bytes(fields, outputs.values, counts)):
+        if not self.memory.before_eager(input_bytes(fields, outputs.values, counts)):
             self._make_room()
 
     def _make_room(self) -> None:
@@ -256,7 +250,7 @@ class DenseGraph:
     def _drop_graphs(self) -> None:
         destroy(self._pool.graphs())
         self._pool.clear()
-        self._memory.dropped()
+        self.memory.dropped()
 
     def _pads(
         self, form: Form, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs

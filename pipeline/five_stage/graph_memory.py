@@ -1,4 +1,4 @@
-"""A bound for the memory of stage 3's graphs, so that a training that fits without them does not run out of memory.
+"""A bound for the memory of graphs, so that a training that fits without them does not run out of memory.
 
 A graph holds its memory between replays, when nothing else can use it. The other stages, and batches that run without a
 graph, must fit into the rest. Their peak is known from the time before the first capture, when all batches run eagerly;
@@ -63,6 +63,11 @@ class GraphMemory:
         """Bytes that graphs hold and use only during replays."""
         return self._idle
 
+    @property
+    def what_it_holds(self) -> str:
+        """A note for out-of-memory errors."""
+        return f'CUDA graphs hold {self._idle / _GIB:.1f} GiB of it: cuda_graph="none" trains without them'
+
     def before_eager(self, size: int) -> bool:
         """Records a batch that is to run eagerly. Returns False if it does not fit beside the graphs.
 
@@ -112,7 +117,7 @@ class GraphMemory:
         )
         return (
             f"{most} of memory are too little for {allocated} that stay allocated, {graphs} of CUDA graphs and {batch} "
-            "that a batch needs without a graph"
+            "that a batch needs without a graph, by the peak since torch.cuda.reset_peak_memory_stats()"
         )
 
     def dropped(self) -> None:

@@ -84,7 +84,7 @@ class Incoming(Generic[In]):
                 _count_on_host(features, new.features)
             if not as_on_device and self.graph is not None:
                 new.form = self.graph.form_of(on_device)
-            self._end.announce(True, new.form)
+            self._end.announce(True, new.form, self.graph is None or self.graph.memory.fits(new))
             if self.graph is not None:
                 self.graph.stage(new)
             new.copied = self._streams.mark("copy")
@@ -137,3 +137,6 @@ class Incoming(Generic[In]):
             self._exhausted = True
         elif not self._exhausted and self.in_flight and not self._end.one_form:
             self.in_flight[-1].form = None
+        if self.graph is not None and not self._end.fits:
+            self.graph.make_room()
+            self._end.fits = True

@@ -20,7 +20,7 @@ capture, the graphs' work runs eagerly on the capture stream and trains.
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from torchrec import KeyedJaggedTensor
 from . import reasons
 from .batch_fields import kjts_of, leaf_names, leaves, map_fields
 from .batch_forms import BatchForms
-from .batch_signature import why_no_form
+from .batch_signature import autocast_of, why_no_form
 from .capture_errors import told
 from .captured import copied, of_graph
 from .captured_update import CapturedUpdate
@@ -39,18 +39,19 @@ from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .feature_processors import FeatureProcessors
 from .in_flight import InFlight
 from .input_dist import Distribution, InputDist
+from .iteration_memory import IterationMemory
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
 from .iteration_pairs import MOST_FORMS, Pair, Pairs
-from .iteration_slots import TURNS, FormMemory, Slot, Staging, fields_of
+from .iteration_slots import TURNS, FormMemory, fields_of
 from .overflows import Overflows
 from .replicated_tables import ReplicatedTables, leaves_of_now
-from .sharded_modules import Sharded
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
 from .table_rates import TableRates
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 FIRST = reasons.FIRST(count=WARM_UP)
 STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
 UPDATE = ("all-reduce of dense gradients", "dense update")
@@ -87,7 +88,7 @@ class IterationGraph:
         self._overflows = Overflows(lookups.called, TURNS, device)
         self._capacities: dict[str, dict[str, int]] = {}
         self._forms: BatchForms | None = None
-        self._memory: dict[int, FormMemory] = {}
+        self.memory = IterationMemory(device)
         self._pairs = Pairs()
         self._pool: Any = None
         self._turn = 0
@@ -117,10 +118,13 @@ class IterationGraph:
         counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
         more: dict[str, Any] = {"follows_table_rates": self._rates.followed}
         if self._forms is not None and self._forms.several:
-            more |= {"forms": len(self._memory), "rehearsals": self._pairs.rehearsals}
+            more |= {"forms": len(self.memory), "rehearsals": self._pairs.rehearsals}
+        nbytes = self.memory.nbytes()
         if self._overflows.possible:
             more["row_capacities"] = self._capacities
-        return {"in_graph": stages if self.replays else [], **counts, "eager": dict(self._eager), **more}
+            nbytes["row_capacities"] += self._overflows.nbytes
+        eager = dict(self._eager)
+        return {"in_graph": stages if self.replays else [], **counts, "eager": eager, **more, "bytes": nbytes}
 
     # Batches
 
@@ -131,7 +135,7 @@ class IterationGraph:
         why = why_no_iteration_of(modules, features) or why_no_form(leaf_names(batch, kjts), leaves(batch, kjts))
         if why is None:
             self._forms = BatchForms(batch, features, [one.collection.declared for one in modules])
-            of_modules = ((one, kjt.stride()) for one, kjt in zip(modules, features, strict=True) if _varying(one))
+            of_modules = ((one, kjt.stride()) for one, kjt in zip(modules, features, strict=True) if one.varying)
             self._capacities = {one.name: one.module.row_capacities(stride) for one, stride in of_modules}
         return why
 
@@ -142,11 +146,15 @@ class IterationGraph:
     def stage(self, batch: InFlight[Any]) -> None:
         """Copies the batch after the next one into the staging of the next call's graph, on the current stream, which
         runs after the second-to-last graph."""
-        memory = None if batch.form is None else self._memory.get(batch.form)
-        if self._pairs.graphs and memory is not None and memory.made < self._iterations:
-            for of_form in self._memory.values():
-                of_form.staging[1 - self._turn].holds = None
-            memory.staging[1 - self._turn].hold(batch)
+        if self._pairs.graphs:
+            self.memory.stage(batch, 1 - self._turn, self._iterations)
+
+    def make_room(self) -> None:
+        """Drops the graphs, which do not fit beside a batch, or beside a larger graph, on some rank. To be called on
+        all ranks, which capture them again together."""
+        logger.info("the CUDA graphs of iterations make room for a larger batch: they are captured again after it")
+        self._drop()
+        self._pairs.forget()
 
     # An iteration
 
@@ -162,7 +170,7 @@ class IterationGraph:
         if self._pairs.rehearsals and (changed is not None or not valid or self._rates_moved()):
             self._drop()
         if self._iterations <= WARM_UP:
-            self._autocast = _autocast(self._device)
+            self._autocast = autocast_of(self._device)
             return FIRST
         why = self.failure or self._dense.failure
         if why is None and changed is not None:
@@ -170,9 +178,9 @@ class IterationGraph:
         why = why or why_no_update
         if why is None and (now.form is None or (ahead is not None and ahead.form is None)):
             why = reasons.OTHER_FORM()
-        if why is None and now.form not in self._memory and len(self._memory) >= MOST_FORMS:
+        if why is None and now.form not in self.memory and len(self.memory) >= MOST_FORMS:
             why = reasons.MANY_FORMS(count=MOST_FORMS)
-        if why is None and (autocast := _autocast(self._device)) != self._autocast:
+        if why is None and (autocast := autocast_of(self._device)) != self._autocast:
             why = reasons.AUTOCAST(now=autocast, first=self._autocast)
         if why is None and self._pairs.is_due(pair := self._pair(now, ahead)):
             self._capture(pair)
@@ -183,15 +191,15 @@ class IterationGraph:
                 why = reasons.OVERFLOW()
         if why is not None:
             self._eager[why] = self._eager.get(why, 0) + 1
-            if now.form in self._memory:
-                self._memory[now.form].slots[1 - self._turn].holds = None
+            if now.form is not None and now.form in self.memory:
+                self.memory[now.form].slots[1 - self._turn].holds = None
         return why
 
     def _pair(self, now: InFlight[Any], ahead: InFlight[Any] | None) -> Pair:
         """Returns the forms of the graph that trains on `now`. A next batch whose form has no memory yet is distributed
         separately: its input dist determines the memory that its form needs."""
         assert now.form is not None, "why_not_now"
-        known = ahead is not None and (ahead.form == now.form or ahead.form in self._memory)
+        known = ahead is not None and (ahead.form == now.form or ahead.form in self.memory)
         return self._pairs.of(now.form, ahead.form if ahead is not None and known else None)
 
     def _rates_moved(self) -> bool:
@@ -206,10 +214,10 @@ class IterationGraph:
         """Trains on `now` and distributes `ahead`; returns the model's output. wait: waits for the distribution of
         `now` if no graph has distributed it."""
         turn, pair = 1 - self._turn, self._pair(now, ahead)
-        if not self._is_placed(now):
+        if not self.memory.holds(now, turn):
             wait()
             self._place(now, now.distribution)
-        memory, other = self._memory[pair.now], self._memory[pair.ahead]
+        memory, other = self.memory[pair.now], self.memory[pair.ahead]
         brought = ahead if ahead is not None and ahead.form == pair.ahead else None
         if brought is not None and other.staging[turn].holds is not brought:
             other.staging[turn].hold(brought)
@@ -231,25 +239,18 @@ class IterationGraph:
         other.staging[turn].holds = None
         return map_fields(output, copied)
 
-    def _is_placed(self, batch: InFlight[Any]) -> bool:
-        """Whether a batch is where the graph of this turn reads it."""
-        memory = None if batch.form is None else self._memory.get(batch.form)
-        return memory is not None and memory.slots[1 - self._turn].holds is batch
-
     def _place(self, now: InFlight[Any], distribution: Distribution) -> None:
         """Copies a batch that no graph has distributed into the slot that the graph of this turn reads."""
         assert now.form is not None, "why_not_now"
         assert self._forms is not None, "begun"
-        if now.form not in self._memory:
-            varying, form = [_varying(one) for one in self._lookups.called], self._forms[now.form]
-            slots = [Slot(now.batch, now.features, distribution, varying) for _ in range(TURNS)]
-            staging = [Staging(now.batch, now.features, form) for _ in range(TURNS)]
-            self._memory[now.form] = FormMemory(slots, staging, self._iterations)
-        self._memory[now.form].slots[1 - self._turn].fill(fields_of(now.batch), distribution)
+        if now.form not in self.memory:
+            varying = [one.varying for one in self._lookups.called]
+            self.memory.add(now, distribution, self._forms[now.form], varying, self._iterations)
+        self.memory[now.form].slots[1 - self._turn].fill(fields_of(now.batch), distribution)
 
     def _by_capacity(self, now: InFlight[Any]) -> None:
         """Distributes a batch now if no graph has distributed it."""
-        if self._is_placed(now):
+        if self.memory.holds(now, 1 - self._turn):
             return
         for event in (now.copied, now.distributed):  # work that an eager iteration has begun also reads the batch
             self._streams.wait(event)
@@ -259,7 +260,7 @@ class IterationGraph:
         self._overflows.launched(turn)
         self._place(now, distribution)
         assert now.form is not None, "placed"
-        self._memory[now.form].slots[turn].holds = now
+        self.memory[now.form].slots[turn].holds = now
 
     def _rehearse(self, turn: int, pair: Pair) -> Any:
         """Runs the work to be captured, on the capture stream, which trains; returns the model's output."""
@@ -275,10 +276,10 @@ class IterationGraph:
 
     def _work(self, turn: int, pair: Pair) -> Any:
         """All launches of an iteration, in which nothing is read by the host; returns the model's output."""
-        streams, slot, lookups = self._streams, self._memory[pair.now].slots[turn], self._lookups
+        streams, slot, lookups = self._streams, self.memory[pair.now].slots[turn], self._lookups
         begun = streams.mark()
         with stage("input_dist", self._device), streams.on("input_dist", after=begun):
-            self._distribute(self._memory[pair.ahead], turn)
+            self._distribute(self.memory[pair.ahead], turn)
             brought = streams.mark("input_dist")
         if self.updates:
             self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
@@ -321,6 +322,7 @@ class IterationGraph:
         """Captures both graphs of a pair, which executes nothing. A pair's first capture is collective: all ranks
         capture it or none does, and each says why. Later captures are not collective, because a rank without tables may
         have no reason for one: RuntimeError if they fail."""
+        self._make_room_for(pair)
         self._prepare()
         self._dense.before_capture()
         torch.clear_autocast_cache()  # replays would read an earlier cast's memory, with its present values, forever
@@ -333,6 +335,7 @@ class IterationGraph:
                 self._rates.begin_capture()
                 self._record(pair, keep=False)
                 self._rates.end_capture(())
+            error = self.memory.missing() if self._pairs.is_new(pair) else None
         except Exception as caught:
             error = told(caught)
             self._rates.end_capture(())
@@ -346,8 +349,7 @@ class IterationGraph:
             if error is not None:
                 raise RuntimeError(f"an iteration that was captured before cannot be captured again: {error}")
             return
-        everyone: list[tuple[str | None, bool]] = [(None, True)] * self._group.size()
-        dist.all_gather_object(everyone, (error, bool(self._kernels)), group=self._group)
+        everyone = self._of_all_ranks((error, bool(self._kernels)))
         self._rates.on_all_ranks = all(has_kernels for _, has_kernels in everyone)
         failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(everyone) if why is not None]
         if failed:
@@ -356,36 +358,43 @@ class IterationGraph:
         else:
             self._pairs.agree(pair)
 
+    def _make_room_for(self, pair: Pair) -> None:
+        """Drops the graphs if those of a larger pair do not fit beside them: smaller ones share the memory of larger
+        ones that are captured before. Collective for a pair's first capture."""
+        fits = self.memory.before_capture(self.memory.size(pair))
+        if self._pairs.is_new(pair):
+            if not all(self._of_all_ranks(fits)):
+                self.make_room()
+        elif not fits:
+            self._drop()
+
+    def _of_all_ranks(self, own: T) -> list[T]:
+        everyone = [own] * self._group.size()
+        dist.all_gather_object(everyone, own, group=self._group)
+        return everyone
+
     def _record(self, pair: Pair, keep: bool) -> None:
         if self._pool is None and self._device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         on, outputs = self._streams.stream("iteration"), self._pairs.outputs.setdefault(pair, [None] * TURNS)
         graphs = self._pairs.graphs.setdefault(pair, [])
-        for turn in range(TURNS):
-            work = partial(self._launch, outputs, turn, pair)
-            graphs.append(record(work, pool=self._pool, stream=on, keep=keep))
+        with self.memory.capturing(self.memory.size(pair)):
+            for turn in range(TURNS):
+                work = partial(self._launch, outputs, turn, pair)
+                graphs.append(record(work, pool=self._pool, stream=on, keep=keep))
 
     def _launch(self, outputs: list[Any], turn: int, pair: Pair) -> None:
         outputs[turn] = self._work(turn, pair)
 
     def _drop(self) -> None:
-        destroy(self._pairs.clear())
+        graphs = self._pairs.clear()
+        destroy(graphs)
         self._rates.dropped()
         self._pool = None  # torch takes no pool again that has lost all its graphs
+        if graphs:
+            graphs.clear()
+            self.memory.dropped()
 
     def close(self) -> None:
         """Destroys the graphs."""
         self._drop()
-
-
-def _varying(one: Sharded) -> Sequence[int]:
-    """Returns the places of the module's KJTs whose lengths of looked-up ids differ between batches."""
-    found: Sequence[int] = getattr(one.module, "varying_groups", ())
-    return found
-
-
-def _autocast(device: torch.device) -> str:
-    """Returns autocast's type in words."""
-    if not torch.is_autocast_enabled(device.type):
-        return "off"
-    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")

@@ -71,6 +71,10 @@ class Pairs:
         """Notes that all ranks have captured graphs of this pair."""
         self._agreed[pair] = None
 
+    def forget(self) -> None:
+        """Forgets which pairs all ranks have captured, on all ranks: their next captures are first ones again."""
+        self._agreed.clear()
+
     def clear(self) -> list[torch.cuda.CUDAGraph]:
         """Forgets all graphs, and returns them. The pairs that come back get new ones."""
         graphs = [graph for of_pair in self.graphs.values() for graph in of_pair]

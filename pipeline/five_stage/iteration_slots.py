@@ -27,6 +27,12 @@ def fields_of(batch: Any) -> list[Tensor]:
     return _tensors(parts_of(batch)[1])
 
 
+def batch_bytes(batch: Any) -> int:
+    """Returns the bytes of a batch's fields, ids and weights: a measure of its size."""
+    kjts, _ = parts_of(batch)
+    return sum(tensor.nbytes for tensor in (*fields_of(batch), *(of for kjt in kjts for of in _ids_of(kjt))))
+
+
 def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copies tensors [any shapes and types] into others of equal shapes and types, with a launch for each type."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -53,6 +59,11 @@ class Staging:
         self._memory = [*self.fields, *self._of_kjts(list(own.values()))]
         self.holds: Any = None
         """Whose batch is in it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return sum(tensor.nbytes for tensor in self._memory)
 
     @property
     def features(self) -> list[KeyedJaggedTensor]:
@@ -112,8 +123,22 @@ class Slot:
 
     def fill(self, fields: Sequence[Tensor], distribution: Distribution) -> None:
         """Copies a batch and what its input dist has made, on the current stream."""
-        into = [*self._fields, *self._of(self._features), *_lengths(self.contexts)]
-        copy_by_type(into, [*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
+        copy_by_type(self._memory, [*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return sum(tensor.nbytes for tensor in self._memory)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the KJTs in it that have a capacity, used or not."""
+        kjts = [of[i] for of, vary in zip(self._features, self._varying, strict=True) for i in vary]
+        return sum(tensor.nbytes for kjt in kjts for tensor in (*_ids_of(kjt), kjt.lengths(), kjt.offsets()))
+
+    @property
+    def _memory(self) -> list[Tensor]:
+        return [*self._fields, *self._of(self._features), *_lengths(self.contexts)]
 
     def _of(self, features: Sequence[KJTList]) -> list[Tensor]:
         """Returns the parts of this rank's looked-up KJTs that differ between batches."""
@@ -127,6 +152,16 @@ class FormMemory:
     def __init__(self, slots: Sequence[Slot], staging: Sequence[Staging], made: int) -> None:
         """made: the iteration that allocates the memory; during that iteration no other stream may fill it."""
         self.slots, self.staging, self.made = list(slots), list(staging), made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots and stagings."""
+        return sum(slot.nbytes for slot in self.slots) + sum(staging.nbytes for staging in self.staging)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of these for the KJTs that have a capacity."""
+        return sum(slot.capacity_bytes for slot in self.slots)
 
 
 def _ids(features: Sequence[KJTList]) -> list[Tensor]:

@@ -35,6 +35,11 @@ class Overflows:
         """Whether any table has a capacity."""
         return len(self._modules) > 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that input dists by capacity keep, besides the batches in slots."""
+        return sum(module.row_capacity_bytes for module in self._modules)
+
     @contextmanager
     def told(self, slot: int) -> Iterator[None]:
         """Makes one whole input dist of all modules, within the block, use capacities; reports its overflow at the

@@ -123,9 +123,8 @@ class FiveStagePipeline(Generic[In, Out]):
         either thread, leaves the iteration unfinished: the pipeline then accepts no more batches.
         """
         if self._failed or self._closed:
-            raise RuntimeError(
-                "this pipeline was closed" if self._closed else "this pipeline failed in an iteration: make a new one"
-            )
+            ended = "was closed" if self._closed else "failed in an iteration: make a new one"
+            raise RuntimeError(f"this pipeline {ended}")
         try:
             self._incoming.release()
             self._incoming.fill(batches)
@@ -141,7 +140,7 @@ class FiveStagePipeline(Generic[In, Out]):
             if isinstance(error, StopIteration):
                 raise RuntimeError("StopIteration within an iteration, which is not the end of the batches") from error
             if isinstance(error, torch.OutOfMemoryError) and self._graph is not None:
-                error.add_note(self._graph.what_it_holds)
+                error.add_note((self._by_graph or self._graph).memory.what_it_holds)
             raise
         if output is None:
             if self._end.problem is not None:
@@ -160,8 +159,10 @@ class FiveStagePipeline(Generic[In, Out]):
 
     def describe(self) -> dict[str, Any]:
         """Returns, for cuda_graph="iteration", what the graph holds, how often it was captured and replayed, and what
-        ran without it and why; empty without such a graph."""
-        return {} if self._by_graph is None else self._by_graph.describe()
+        ran without it and why; "why_not" where there is no such graph although one was requested. Otherwise empty."""
+        why = self.switched_off.get("cuda_graph") if self._options.graphs_iterations else None
+        without = {} if why is None else {"in_graph": [], "why_not": why}
+        return without if self._by_graph is None else self._by_graph.describe()
 
     def close(self) -> None:
         """Drops the batches in flight, ends the launching thread, destroys the graphs and leaves the process groups to

@@ -1,6 +1,6 @@
 """The sharded modules of a TorchRec model: those that the pipeline runs, and their inputs in the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NoReturn
@@ -42,6 +42,12 @@ class Sharded:
     def has_processors(self) -> bool:
         """Whether feature processors, with their own weights, run in the embedding forward."""
         return isinstance(self.module, ShardedFeatureProcessedEmbeddingBagCollection)
+
+    @property
+    def varying(self) -> Sequence[int]:
+        """The places of its KJTs whose lengths of looked-up ids differ between batches."""
+        found: Sequence[int] = getattr(self.module, "varying_groups", ())
+        return found
 
     @property
     def kind(self) -> str:

@@ -31,6 +31,11 @@ class BatchSizeCache(Generic[T]):
         """Returns the number of entries that may be dropped."""
         return len(self._made)
 
+    def values(self) -> list[T]:
+        """Returns all entries, each once."""
+        entries = [*self._made.values(), *self._captured.values(), *([] if self.replayed is None else [self.replayed])]
+        return list({id(entry): entry for entry in entries}.values())
+
     def get(self, size: Hashable, device: torch.device, make: Callable[[], T], replay: Callable[[T], None] | None) -> T:
         """Returns the value for this size, created by `make` if new. replay: adds graphs to the first one."""
         if self.replayed is not None and self._replayed_size == size:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.sharding.twrw_sharding import BaseTwRwEmbeddingSharding
 
+from ..batch_fields import leaves
 from .batch_size_cache import BatchSizeCache
 from .capacity import OVERFLOWS, capacity
 from .named_rows import NamedRows
@@ -197,6 +198,11 @@ class CapacityDist:
             ]
             for group in self.groups
         ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors for all sizes of batches so far."""
+        return sum(leaf.nbytes for leaf in leaves(self._layouts.values()) if isinstance(leaf, Tensor))
 
     def start(self, features: KeyedJaggedTensor) -> "CapacityInFlight":
         """Starts the distribution of one batch, whose lengths are trusted."""

@@ -138,6 +138,11 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             for name, room in zip(group.features, rooms, strict=True)
         }
 
+    @property
+    def row_capacity_bytes(self) -> int:
+        """Bytes that input dists by `row_capacity` keep: indices, and an empty message."""
+        return 0 if self._capacity is None else self._capacity.nbytes
+
     def graphed(self) -> list[GraphedFunction]:
         """Returns the functions that are, or will be, replayed as CUDA graphs."""
         graphed = [] if self._static is None else self._static.graphed()

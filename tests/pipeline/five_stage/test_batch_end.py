@@ -66,3 +66,21 @@ def test_ranks_tell_each_other_the_form(run_ranks):
     assert one == other
     assert [trained for trained, _ in one] == [True] * 5 + [False]
     assert [one_form for _, one_form in one] == [True, False, True, False, True, True]
+
+
+def rooms(ranks: Ranks) -> list[tuple[bool, bool]]:
+    """Whether each batch fits on all ranks, and has one form."""
+    end = BatchEnd(dist.group.WORLD, "stop")
+    end.begin()
+    found = []
+    for form, fits in ((0, True), (None, ranks.rank == 0), (2, ranks.rank == 1), (2, False), (2, True)):
+        end.announce(True, form, fits)
+        assert end.settle()
+        found.append((end.fits, end.one_form))
+    return found
+
+
+def test_a_rank_without_room_tells_the_others(run_ranks):
+    one, other = run_ranks(2, rooms)
+    assert one == other == [(True, True), (False, True), (False, True), (False, True), (True, True)]
+    assert [fits for fits, _ in run_ranks(1, rooms)[0]] == [True, True, False, False, True]

@@ -35,6 +35,7 @@ def refused(ranks: Ranks) -> list[str]:
         wanted = {"data": given["data"]} | {key: value for key, value in case.items() if key in ("plan", "each")}
         assert_equal(run.trained, stock(ranks, **wanted), BITS)
         assert "for whole iterations" in run.off["cuda_graph"]
+        assert run.described == {"in_graph": [], "why_not": run.off["cuda_graph"]}
     return said
 
 

@@ -53,6 +53,9 @@ def test_rows_train_bit_by_bit_as_stock(run_ranks: Callable[..., Any], world_siz
             (rooms,) = described["row_capacities"].values()
             assert "f3" in rooms or "f2" in rooms
             assert all(room <= SIZE * HOT[name] for name, room in rooms.items())
+            # At least a row and an offset, int64, for each place in each of the two slots.
+            assert described["bytes"]["row_capacities"] >= 2 * 8 * sum(rooms.values())
+            assert described["bytes"]["batches"] > 0
 
 
 def one_row(batch: Batch) -> Batch:
