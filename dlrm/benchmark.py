@@ -116,10 +116,40 @@ class Published(NamedTuple):
     global_batch_size: int
     ms_per_iteration: float
     """Milliseconds an iteration, without evaluation."""
-    minutes: float
-    """Minutes from run_start to the target."""
+    minutes: float | None
+    """Minutes from run_start to the target; None if no whole run is published."""
     eval_seconds: float | None = None
     """Seconds of one evaluation."""
+
+
+class ToTarget(NamedTuple):
+    """A run to the target at one global batch size: the mean of the reference's runs, and the rules' evaluations."""
+
+    samples: float
+    """Samples that it trains on."""
+    evaluations: float
+    """Evaluations that the rules ask for."""
+    skipped: int
+    """Earlier points of the grid of evaluations, at which the rules ask for none."""
+
+
+class ManyRanks(NamedTuple):
+    """A training on many ranks, beside one on few ranks whose samples were measured."""
+
+    rows: float
+    """Distinct rows that a rank's batch names, over those that were measured."""
+    imbalance: float
+    """Share by which the operations of the most loaded rank exceed the mean of all ranks."""
+    of_run: float
+    """Operations of a sample, mean over a run to the target, over those of a sample that was measured."""
+    of_evaluation: float
+    """Operations of an evaluated sample, over those of training on a sample that was measured."""
+    evaluated: int
+    """Samples of an evaluation."""
+    to_target: ToTarget | None
+    """None if the reference's convergence at this global batch is unknown."""
+    assumed: str
+    """Assumptions and known errors of these figures, in words."""
 
 
 class SubmissionWords(NamedTuple):
@@ -298,6 +328,11 @@ class Benchmark:
     sample_sizes: "Callable[[Dataset, TrainingConfig, int, range], SampleSizes] | None" = None
     """Measures the sizes of the samples that a world size trains on in a range of iterations, counted from 0; None if
     the configuration determines everything that `work` needs."""
+    many_ranks: Callable[[TrainingConfig, SampleSizes, int, int], ManyRanks] | None = None
+    """Returns the figures of a configuration on many ranks, for tables that are not pooled: from the configuration, the
+    sizes of samples that were measured, the number of ranks they were measured on, and the number of ranks. ValueError
+    for a configuration whose runs to the target are unknown. None if `dlrm-bench scale` does not need it or does not
+    know the benchmark."""
     table_ids: "Callable[[TrainingConfig, HostBatch], Sequence[NDArray[np.int32]]] | None" = None
     """Returns the ids that a batch looks up in each table, [any]; None if the model derives ids from the batch."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None

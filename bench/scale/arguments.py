@@ -17,12 +17,14 @@ class Scale:
 
     Each record of the torchrec, five-stage or static pipeline gives a table: milliseconds, their bound, stages, and the
     network bandwidth that would be needed. The local batch size is the record's, unless --global-batch-size is given.
+    If tables are not pooled, a record of the static pipeline also gives the minutes to the target, beside published
+    runs.
     """
 
     records: Positional[tuple[Path, ...]]
     """Records of one node, preferably of the machine on which the limits were measured."""
-    limits: Path
-    """Limits record of these GPUs, made by dlrm-bench limits."""
+    limits: Path | None = None
+    """Limits record of these GPUs, made by dlrm-bench limits; records whose tables are pooled need it."""
     check: tuple[Path, ...] = ()
     """Further records to compare with the model's predictions."""
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)

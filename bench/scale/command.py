@@ -1,8 +1,9 @@
 """Prints and plots the predictions of the model: dlrm-bench scale."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich import box
@@ -13,6 +14,7 @@ from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.scale import unpooled
 from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.bench.scale.scaling import (
     NEAR_IDEAL,
@@ -21,11 +23,12 @@ from dlrm_bench.bench.scale.scaling import (
     fit,
     kind_of,
     period_ms,
-    prediction,
     topology_of,
 )
+from dlrm_bench.bench.scale.unpooled import UnpooledPoint, UnpooledScaling, fit_unpooled, is_unpooled
+from dlrm_bench.bench.scale.unpooled_tables import points_table, published_table
 from dlrm_bench.bench.scale.work import System
-from dlrm_bench.dlrm.runtime.gpu_types import H100_STATED, H200, GpuCosts, costs_of
+from dlrm_bench.dlrm.runtime.gpu_types import H100_STATED, H200, costs_of
 from dlrm_bench.dlrm.runtime.topology import NETWORKS, Network, Topology
 
 # The published TorchRec work of 2024, on 16 DGX H100.
@@ -54,32 +57,58 @@ def scale(console: Console, asked: Scale) -> int:
     if min(asked.nodes, default=0) < 1 or asked.gpus_per_node < 1:
         raise ValueError("--nodes and --gpus-per-node must be whole numbers above 0")
     network = _network(asked.network, asked.network_gb_s, asked.network_us)
-    limits = read_limits(asked.limits)
-    costs = costs_of(limits["machine"]["gpu"])
     topologies = [Topology(nodes=n, gpus_per_node=asked.gpus_per_node, network=network) for n in asked.nodes]
+    scalings = _fits([read_record(path) for path in asked.records], asked.limits)
     console.print(
         f"a model, not a measurement: {network.name}: {network.bytes_per_us / 1e3:g} GB/s per GPU, "
-        f"{network.latency_us:g} us per collective between nodes, with the costs of {costs.measured_on}",
+        f"{network.latency_us:g} us per collective between nodes, with the costs of {scalings[0].costs.measured_on}",
         soft_wrap=True,
     )
-    read = [read_record(path) for path in asked.records]
-    scalings = [fit(record, limits, costs) for record in read]
-    curves: dict[str, list[Point]] = {}
-    for scaling in scalings:
-        curves[f"{scaling.kind} ({scaling.fitted_to})"] = points = [
-            scaling.point(topology, _local_batch(asked.global_batch_size, topology)) for topology in topologies
-        ]
-        console.print(_table(scaling, points))
-    published = _published(scalings, costs, network) if asked.published else None
-    for table in (_checks(scalings, [read_record(path) for path in asked.check], network), published):
+    shown = [_shown(scaling, topologies, asked.global_batch_size) for scaling in scalings]
+    published = _published(scalings, network) if asked.published else None
+    checks = _checks(scalings, [read_record(path) for path in asked.check], network)
+    for table in (*(table for each in shown for table in each.tables), checks, published):
         if table is not None:
             console.print(table)
-    for text in (KNOWN_ERRORS, NOT_KNOWN):
+    for text in dict.fromkeys([*(note for each in shown for note in each.notes), NOT_KNOWN]):
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     if asked.picture is not None:
+        curves = {f"{s.kind} ({s.fitted_to})": each.points for s, each in zip(scalings, shown, strict=True)}
         _draw(curves, asked.picture)
         console.print(f"picture {asked.picture}", soft_wrap=True)
     return 0
+
+
+def _fits(records: Sequence[Record], path: Path | None) -> list[Scaling | UnpooledScaling]:
+    """Returns the model of each record. path: of the limits, which models of pooled tables need."""
+    limits = None if path is None else read_limits(path)
+    fits = list[Scaling | UnpooledScaling]()
+    for record in records:
+        if is_unpooled(record.run):
+            fits.append(fit_unpooled(record))
+        elif limits is None:
+            raise ValueError(f"record {record.run['id']} needs --limits: make them by dlrm-bench limits on its machine")
+        else:
+            fits.append(fit(record, limits, costs_of(limits["machine"]["gpu"])))
+    return fits
+
+
+class _Shown(NamedTuple):
+    """Points, tables and notes of one record's model."""
+
+    points: Sequence[Point | UnpooledPoint]
+    tables: tuple[Table | None, ...]
+    notes: tuple[str, ...]
+
+
+def _shown(scaling: Scaling | UnpooledScaling, topologies: Sequence[Topology], global_batch_size: int | None) -> _Shown:
+    on = [(topology, _local_batch(global_batch_size, topology)) for topology in topologies]
+    if isinstance(scaling, Scaling):
+        pooled = [scaling.point(*each) for each in on]
+        return _Shown(pooled, (_table(scaling, pooled),), (KNOWN_ERRORS,))
+    points = [scaling.point(*each) for each in on]
+    tables = points_table(scaling, points), published_table(scaling, points)
+    return _Shown(points, tables, (unpooled.KNOWN_ERRORS, points[0].assumed))
 
 
 def _network(name: str, gb_s: float | None, us: float | None) -> Network:
@@ -131,7 +160,7 @@ def _table(scaling: Scaling, points: Sequence[Point]) -> Table:
     return table
 
 
-def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Network) -> Table | None:
+def _checks(scalings: Sequence[Scaling | UnpooledScaling], records: Sequence[Record], network: Network) -> Table | None:
     """Returns a table of other records beside the predictions for the same pipeline and precision; None if there are
     none."""
     rows = []
@@ -141,8 +170,9 @@ def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Net
             batch = run["config"]["local_batch_size"]
             # A model of TorchRec's pipelines is fitted by host time, which belongs to one batch size.
             same_batch = scaling.kind == "static" or scaling.training.local_batch_size == batch
-            if (scaling.kind, scaling.training.precision) == (kind_of(run), run["config"]["precision"]) and same_batch:
-                predicted, latency = prediction(scaling, run, network), float(np.median(record.latencies_ms))
+            ran = (run["config"].get("benchmark"), kind_of(run), run["config"]["precision"])
+            if (scaling.benchmark.name, scaling.kind, scaling.training.precision) == ran and same_batch:
+                predicted, latency = scaling.ms_of(run, network), float(np.median(record.latencies_ms))
                 measured = period_ms(record), latency
                 rows.append((run["id"], topology_of(run), batch, scaling.fitted_to, predicted, measured))
     if not rows:
@@ -167,11 +197,11 @@ def _checks(scalings: Sequence[Scaling], records: Sequence[Record], network: Net
     return table
 
 
-def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -> Table | None:
+def _published(scalings: Sequence[Scaling | UnpooledScaling], network: Network) -> Table | None:
     """Returns predictions for the static pipeline on H100s beside published results of several nodes; None without a
-    record of the static pipeline on H200s."""
-    of_static = [scaling for scaling in scalings if scaling.kind == "static"]
-    if not of_static or costs is not H200.costs:
+    record of the static pipeline on H200s, with pooled tables."""
+    of_static = [scaling for scaling in scalings if isinstance(scaling, Scaling) and scaling.kind == "static"]
+    if not of_static or of_static[0].costs is not H200.costs:
         return None
     table = Table(title="beside published results: other programs", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("system", "program", "global batch", "published, ms", "model, ms", "bound by"):
@@ -191,7 +221,7 @@ def _published(scalings: Sequence[Scaling], costs: GpuCosts, network: Network) -
     return table
 
 
-def _draw(curves: dict[str, list[Point]], path: Path) -> None:
+def _draw(curves: Mapping[str, Sequence[Point | UnpooledPoint]], path: Path) -> None:
     """Writes milliseconds over nodes, a line for each record, in the format that the path's suffix names."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.scale.simulation import Steady, Task, simulate
 from dlrm_bench.bench.scale.work import HOST, Fit, Kind, Load, System, load_of, plan_on, tasks_of
 from dlrm_bench.dlrm.benchmark import Benchmark
-from dlrm_bench.dlrm.benchmarks import benchmark_of, restored
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS, benchmark_of, restored
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.gpu_types import GpuCosts
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
@@ -56,6 +56,11 @@ class Scaling:
     fitted_to: str
     peer_memory: bool
     """Whether the ranks of a node exchange through peer memory."""
+
+    @property
+    def costs(self) -> GpuCosts:
+        """The costs of the GPUs."""
+        return self.system.costs
 
     def load(self, topology: Topology, local_batch_size: int | None = None) -> Load:
         """Returns the load on these nodes by the plan that the pipeline makes for them."""
@@ -102,6 +107,13 @@ class Scaling:
             needed_us=needed_us,
         )
 
+    def ms_of(self, record: RunRecord, network: Network = INFINIBAND_400G) -> float:
+        """Returns the milliseconds that the model predicts for another record's nodes, joined by this network, and for
+        its configuration and plan."""
+        topology = topology_of(record, network)
+        of_record = replace(self, training=restored(record["config"]), peer_memory=peer_memory_of(record))
+        return of_record.steady(of_record.load_in(record, topology), topology).iteration_us / 1e3
+
     def _needed(self, load: Load, topology: Topology) -> tuple[float | None, float | None]:
         """Returns needed_gb_s and needed_us of Point."""
         if topology.nodes == 1:
@@ -136,10 +148,12 @@ def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
     kind, benchmark = kind_of(record), benchmark_of(record["config"])
     if benchmark is None:
         raise ValueError(f"record {record['id']} is of a benchmark that this version does not have")
+    training = benchmark.restored(record["config"])
+    _check_same_dense(record, benchmark, training, limits)
     scaling = Scaling(
         kind=kind,
         benchmark=benchmark,
-        training=benchmark.restored(record["config"]),
+        training=training,
         system=System(limits=limits, costs=costs),
         fit=Fit(),
         fitted_to=record["id"],
@@ -159,6 +173,20 @@ def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
         )
     value = _smallest(lambda value: us(value) >= target, 1e-3, 10.0)
     return replace(scaling, fit=Fit(gpu=value) if kind == "static" else Fit(host_us=value * target))
+
+
+def _check_same_dense(record: RunRecord, benchmark: Benchmark, training: TrainingConfig, limits: Limits) -> None:
+    """Raises ValueError if the limits are of another dense network than the record's. Tables, batch and ranks may
+    differ."""
+    config = {"benchmark": BENCHMARKS[0].name, **limits["config"]}  # older limits name none, and are the first one's
+    if benchmark_of(config) is benchmark and benchmark.work is not None:
+        products = benchmark.work.products
+        if products(training, 1) == products(benchmark.restored(config), 1):
+            return
+    raise ValueError(
+        f"limits {limits['id']} are of another dense network than that of record {record['id']}, {benchmark.title}: "
+        "measure limits with its flags"
+    )
 
 
 def kind_of(record: RunRecord) -> Kind:
@@ -212,14 +240,6 @@ def topology_of(record: RunRecord, network: Network = INFINIBAND_400G) -> Topolo
     """Returns the nodes and ranks of a record, with this network between the nodes."""
     world_size, nodes = record["config"]["world_size"], record["machine"]["nodes"]
     return Topology.of(world_size, world_size // nodes, network)
-
-
-def prediction(scaling: Scaling, record: RunRecord, network: Network = INFINIBAND_400G) -> float:
-    """Returns the milliseconds that the model predicts for another record's nodes, joined by this network, and for its
-    configuration and plan."""
-    topology = topology_of(record, network)
-    of_record = replace(scaling, training=restored(record["config"]), peer_memory=peer_memory_of(record))
-    return of_record.steady(of_record.load_in(record, topology), topology).iteration_us / 1e3
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:

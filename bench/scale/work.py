@@ -169,13 +169,14 @@ def _input_dist(kind: Kind, load: Load, topology: Topology, system: System, fit:
         to_node, away = 4.0 * load.node_ids * load.local_batch_size, topology.nodes - 1
         between = topology.network.latency_us + (away - 1) * topology.network.message_us if away else 0.0
         between += to_node * away / topology.network.bytes_per_us
-        inside = _inside_us(4.0 * load.ids * load.local_batch_size * topology.nodes, load, topology, system)
+        inside = inside_us(4.0 * load.ids * load.local_batch_size * topology.nodes, topology, system.costs, True)
         tasks += [
             Task(name="ids between", resource=NETWORK, us=between, stage=INPUT_DIST, after=("copy",)),
             Task(name="ids", resource=NVLINK, us=inside, stage=INPUT_DIST, after=("ids between",)),
         ]
     else:
-        tasks += _exchange("ids", 4.0 * load.ids, load, topology, system, INPUT_DIST, ("copy",))
+        sent = 4.0 * load.ids * load.local_batch_size
+        tasks += exchange("ids", sent, topology, system.costs, INPUT_DIST, ("copy",))
     if kind != "static":
         return tasks
     fixed = system.costs.sort_us
@@ -197,7 +198,8 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
         forward, update, fixed = load.tables.lookup, load.tables.update - system.costs.update_us, system.costs.update_us
     else:
         forward, update, fixed = load.fbgemm_us * _LOOKUP_SHARE, load.fbgemm_us * (1 - _LOOKUP_SHARE), 0.0
-    tasks, sent = [], load.columns * load.exchanged_bytes / parts
+    tasks, sent = [], load.columns * load.exchanged_bytes / parts * load.local_batch_size
+    peer, costs = load.peer_memory, system.costs
     updates = [f"dense update {bucket}" for bucket in range(_BUCKETS)]
     last_updates = ("ids" if kind != "static" else "sort", "tables", *updates)
     for part in range(parts):
@@ -205,20 +207,21 @@ def _chain(kind: Kind, load: Load, topology: Topology, system: System, fit: Fit,
             name=f"lookup {part}", resource=GPU, us=forward * fit.gpu / parts, stage=FORWARD, after_last=last_updates
         )
         tasks.append(lookup)
-        tasks += _exchange(f"pooled {part}", sent, load, topology, system, FORWARD, (lookup.name,))
+        tasks += exchange(f"pooled {part}", sent, topology, costs, FORWARD, (lookup.name,), peer)
         chain = dense * (1 - _WEIGHT_GRADIENTS) / parts
         tasks.append(Task(name=f"dense {part}", resource=GPU, us=chain, stage=DENSE, after=(tasks[-1].name,)))
-        tasks += _exchange(f"gradients {part}", sent, load, topology, system, BACKWARD, (f"dense {part}",))
+        tasks += exchange(f"gradients {part}", sent, topology, costs, BACKWARD, (f"dense {part}",), peer)
     of_parts = tuple(task.name for task in tasks if task.name.startswith("gradients"))
     chains = tuple(f"dense {part}" for part in range(parts))
     # Each layer's gradients are exchanged, and its weights updated, as soon as they are computed.
     weights = dense * _WEIGHT_GRADIENTS / _BUCKETS
     adagrad = system.us(ADAGRAD) * fit.gpu / (topology.world_size if kind == "static" else 1) / _BUCKETS
+    bucket_bytes, measured = system.dense_bytes / _BUCKETS, None if peer else system.us(ALL_REDUCE) / _BUCKETS
     for bucket in range(_BUCKETS):
         name = f"weight gradients {bucket}"
         tasks += [
             Task(name=name, resource=GPU, us=weights, stage=DENSE, after=chains),
-            *_all_reduce(bucket, load, topology, system, (name,)),
+            *all_reduce(f"reduce {bucket}", bucket_bytes, topology, costs, (name,), peer, measured),
             Task(name=updates[bucket], resource=GPU, us=adagrad, stage=UPDATE, after=(f"reduce {bucket} between",)),
         ]
     launches = Task(name="update's launches", resource="update", us=fixed * fit.gpu, stage=BACKWARD, after=of_parts)
@@ -233,63 +236,71 @@ def dense_us(system: System, batch: int, reference: int) -> float:
     return max(system.us("GEMM: "), flop * batch / reference / 587e6)
 
 
-def _exchange(
+def exchange(
     name: str,
-    sample_bytes: float,
-    load: Load,
+    to_each: float,
     topology: Topology,
-    system: System,
+    costs: GpuCosts,
     stage: str,
     after: tuple[str, ...],
+    peer_memory: bool = False,
 ) -> list[Task]:
-    """Returns the tasks of an all-to-all in which sample_bytes of each sample of the global batch leave, or reach, the
-    busiest rank.
+    """Returns the tasks of an all-to-all in which `to_each` bytes leave the busiest rank for each other rank, or reach
+    it from each.
 
     With peer memory, bytes move inside the node first, then between equal local ranks in one message per node.
     Otherwise a message goes to each GPU, inside and between nodes at once.
     """
     network = topology.network
-    to_each = sample_bytes * load.local_batch_size
     away = topology.nodes - 1
-    inside = _inside_us(to_each * (topology.nodes if load.peer_memory else 1), load, topology, system)
-    messages = away if load.peer_memory else away * topology.gpus_per_node
+    inside = inside_us(to_each * (topology.nodes if peer_memory else 1), topology, costs, peer_memory)
+    messages = away if peer_memory else away * topology.gpus_per_node
     between = 0.0
     if away:
         between = network.latency_us + (messages - 1) * network.message_us
         between += to_each * away * topology.gpus_per_node / network.bytes_per_us
     first = Task(name=f"{name} inside", resource=NVLINK, us=inside, stage=stage, after=after)
-    next_after = (first.name,) if load.peer_memory else after
+    next_after = (first.name,) if peer_memory else after
     second = Task(name=f"{name} between", resource=NETWORK, us=between, stage=stage, after=next_after)
     done = Task(name=name, resource="nothing", us=0.0, stage=stage, after=(first.name, second.name))
     return [first, second, done]
 
 
-def _inside_us(to_each: float, load: Load, topology: Topology, system: System) -> float:
+def inside_us(to_each: float, topology: Topology, costs: GpuCosts, peer_memory: bool) -> float:
     """Returns the microseconds of an all-to-all inside a node, of `to_each` bytes from the busiest rank to each
     other."""
     if topology.gpus_per_node == 1:
         return 0.0
-    costs, leaves = system.costs, to_each * (topology.gpus_per_node - 1)
-    if load.peer_memory:
+    leaves = to_each * (topology.gpus_per_node - 1)
+    if peer_memory:
         return costs.peer_exchange_us + leaves / costs.peer_bytes_per_us
     return costs.all_to_all_us + leaves / costs.all_to_all_bytes_per_us
 
 
-def _all_reduce(bucket: int, load: Load, topology: Topology, system: System, after: tuple[str, ...]) -> list[Task]:
-    """Returns the tasks that sum one bucket of dense gradients: inside a node as measured, between nodes one slice per
-    GPU, there and back."""
-    size = topology.gpus_per_node
-    if load.peer_memory:  # gradients of each slice come from all ranks, and its weights go to all ranks
-        inside = _inside_us(2 * system.dense_bytes / _BUCKETS / size, load, topology, system)
-    else:
-        inside = system.us(ALL_REDUCE) / _BUCKETS if size > 1 else 0.0
+def all_reduce(
+    name: str,
+    size: float,
+    topology: Topology,
+    costs: GpuCosts,
+    after: tuple[str, ...],
+    peer_memory: bool = False,
+    measured_us: float | None = None,
+) -> list[Task]:
+    """Returns the tasks that sum `size` bytes of dense gradients: inside a node, then between nodes one slice per GPU,
+    there and back.
+
+    measured_us: time of the part inside a node; None: by the rates of all-to-alls, as gradients of each slice come from
+    all ranks, and its sums or weights go to all ranks.
+    """
+    inside = inside_us(2 * size / topology.gpus_per_node, topology, costs, peer_memory)
+    if measured_us is not None and topology.gpus_per_node > 1:
+        inside = measured_us
     between, away = 0.0, topology.nodes - 1
     if away:
-        travels = 2 * system.dense_bytes / _BUCKETS / size * away / topology.nodes
+        travels = 2 * size / topology.gpus_per_node * away / topology.nodes
         steps = 2 * topology.nodes.bit_length()  # of a tree
         between = topology.network.latency_us + steps * topology.network.message_us
         between += travels / topology.network.bytes_per_us
-    name = f"reduce {bucket}"
     return [
         Task(name=f"{name} inside", resource=NVLINK, us=inside, stage=DENSE, after=after),
         Task(name=f"{name} between", resource=NETWORK, us=between, stage=DENSE, after=(f"{name} inside",)),

@@ -9,6 +9,7 @@ from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.dlrmv4 import ruleset, work
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
 from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
+from dlrm_bench.dlrm.dlrmv4.many_ranks import many_ranks
 from dlrm_bench.dlrm.dlrmv4.presets import PRESETS
 from dlrm_bench.dlrm.dlrmv4.static_check import check_static
 
@@ -42,5 +43,6 @@ DLRMV4 = Benchmark(
     data_command=_data_command,
     cadence=cadence,
     sample_sizes=_sample_sizes,
+    many_ranks=many_ranks,
     check_static=check_static,
 )

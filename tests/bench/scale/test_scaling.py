@@ -10,7 +10,7 @@ from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.scale.command import KNOWN_ERRORS
-from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_ms, plan_in, prediction
+from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_ms, plan_in
 from dlrm_bench.bench.scale.simulation import simulate
 from dlrm_bench.bench.scale.work import System, plan_on
 from dlrm_bench.dlrm.benchmarks import restored
@@ -47,10 +47,10 @@ def fitted(path: str) -> Scaling:
 )
 def test_fitted_to_one_number_of_gpus_it_predicts_another_within_a_tenth(path, other):
     scaling, own, read = fitted(path), record(path), record(other)
-    assert prediction(scaling, own.run) == pytest.approx(period_ms(own), rel=0.01)
+    assert scaling.ms_of(own.run) == pytest.approx(period_ms(own), rel=0.01)
     assert read.run["config"]["world_size"] != own.run["config"]["world_size"]
     assert kind_of(read.run) == scaling.kind
-    assert prediction(scaling, read.run) == pytest.approx(period_ms(read), rel=0.1)
+    assert scaling.ms_of(read.run) == pytest.approx(period_ms(read), rel=0.1)
 
 
 @pytest.mark.parametrize("job", [TENTH, P2P])
@@ -61,20 +61,20 @@ def test_fitted_to_one_number_of_gpus_and_batch_it_predicts_others_within_a_tent
     scaling = fitted(f"{job}/{fitted_to}")
     for path in (*OF_TENTH, *(["512-four-gpus"] if job == P2P else [])):
         read = record(f"{job}/{path}")
-        assert prediction(scaling, read.run) == pytest.approx(period_ms(read), rel=0.1), path
+        assert scaling.ms_of(read.run) == pytest.approx(period_ms(read), rel=0.1), path
 
 
 @pytest.mark.parametrize("path", ["512-sockets", "6912-sockets"])
 def test_fitted_to_one_gpu_it_predicts_two_nodes_over_a_slow_network(path):
     """4 GB/s, what loopback's sockets carried in that job."""
     read, sockets = record(f"{TENTH}/{path}"), Network(name="sockets", bytes_per_us=4e3, latency_us=20.0)
-    assert prediction(fitted(f"{TENTH}/512-one-gpu"), read.run, sockets) == pytest.approx(period_ms(read), rel=0.15)
+    assert fitted(f"{TENTH}/512-one-gpu").ms_of(read.run, sockets) == pytest.approx(period_ms(read), rel=0.15)
 
 
 def off(scaling: Scaling, path: str, network: Network) -> tuple[float, float]:
     """How far the model is off a record's period, and off its slowest rank's median."""
     read = record(f"{P2P}/{path}")
-    said = prediction(scaling, read.run, network)
+    said = scaling.ms_of(read.run, network)
     return said / period_ms(read) - 1, said / float(np.median(read.latencies_ms)) - 1
 
 
