@@ -5,14 +5,12 @@ table has a constant number of ids, so the offset of a table's ids among all sor
 depends on no other table: each rank sorts the ids of some tables, and writes them to the others.
 """
 
-import heapq
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.tables.plan.plan import Plan
+from dlrm_bench.dlrm.tables.plan.sort_shares import share_out
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE
 from dlrm_bench.dlrm.tables.pooled.ways import Layout
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
@@ -44,7 +42,7 @@ class SharedSort:
         """Number of ids of a part of the batch, by rank and table."""
         self._longest = shape.parts * max(map(sum, ids))
         own, before = ids[ranks.rank], [sum(ids[ranks.rank][:place]) for place in range(len(ids[ranks.rank]))]
-        share = _share_out(own, len(sharers))[sharers.index(ranks.rank)]
+        share = share_out(own, len(sharers))[sharers.index(ranks.rank)]
         self._count, count = shape.parts * sum(own), shape.parts * sum(own[place] for place in share)
 
         gathered: list[Segment] = []
@@ -88,15 +86,3 @@ class SharedSort:
 
 def _tables(plan: Plan, rank: int) -> tuple[int, ...]:
     return tuple(shard.table for shard in plan.of_rank(rank))
-
-
-def _share_out(ids: Sequence[int], ranks: int) -> list[list[int]]:
-    """Returns the positions of the tables that each rank sorts: most ids first, each to the rank with the fewest
-    ids."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]
-    for place in sorted(range(len(ids)), key=lambda place: -ids[place]):
-        busy, rank = heapq.heappop(load)
-        shares[rank].append(place)
-        heapq.heappush(load, (busy + ids[place], rank))
-    return [sorted(places) for places in shares]
