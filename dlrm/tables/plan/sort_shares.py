@@ -1,9 +1,14 @@
-"""The tables whose ids each rank sorts, where ranks of a node that hold columns of the same tables share the sort."""
+"""Tables whose ids each rank sorts, where the ranks of a node that hold columns of the same tables share the sort.
+
+A table is sorted as a whole. Of MLPerf's, one has 100 of the 214 ids of a sample: its rank, of four, would sort 1.87
+times a quarter of the ids, and send them to three others. So the largest tables may be sorted by every rank itself.
+"""
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from dlrm_bench.dlrm.runtime.gpu_types import GpuCosts
+from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import sort_sharers
 from dlrm_bench.dlrm.tables.plan.plan import Shard
@@ -13,35 +18,63 @@ _SENT_BYTES = 8
 """A sorted id and its bag."""
 
 
-def share_out(ids: Sequence[int], ranks: int) -> list[list[int]]:
-    """Returns the positions of the tables that each rank sorts: most ids first, each to the rank with the fewest
-    ids."""
+class Share(NamedTuple):
+    """The part of a shared sort that one rank does, as positions of tables, ascending."""
+
+    for_all: list[int]
+    """Tables that this rank alone sorts, and sends to the others."""
+    for_itself: list[int]
+    """Tables that every rank sorts."""
+
+
+def divide(ids: Sequence[int], ranks: int, costs: GpuCosts = DEFAULT_COSTS) -> list[Share]:
+    """Returns each rank's share of a sort of tables with these numbers of ids: of all numbers of largest tables that
+    every rank sorts itself, the one whose slowest rank is predicted to be the fastest."""
+    largest_first = sorted(range(len(ids)), key=lambda place: -ids[place])
+
+    def with_own(own: int) -> list[Share]:
+        shared = _share_out(largest_first[own:], ids, ranks)
+        return [Share(places, sorted(largest_first[:own])) for places in shared]
+
+    return min(map(with_own, range(len(ids) + 1)), key=lambda shares: max(_us(ids, shares, costs)))
+
+
+def _share_out(largest_first: Sequence[int], ids: Sequence[int], ranks: int) -> list[list[int]]:
+    """Returns the positions of the tables that each rank sorts: each table to the rank with the fewest ids so far."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     load = [(0, rank) for rank in range(ranks)]
-    for place in sorted(range(len(ids)), key=lambda place: -ids[place]):
+    for place in largest_first:
         busy, rank = heapq.heappop(load)
         shares[rank].append(place)
         heapq.heappush(load, (busy + ids[place], rank))
     return [sorted(places) for places in shares]
 
 
+def _us(ids: Sequence[int], shares: Sequence[Share], costs: GpuCosts) -> list[float]:
+    """Returns the predicted microseconds in which each rank sorts and exchanges, without the fixed part of a sort."""
+    for_all = [sum(ids[place] for place in share.for_all) for share in shares]
+    for_itself = sum(ids[place] for place in shares[0].for_itself)
+    sent = [max(own * (len(shares) - 1), sum(for_all) - own) for own in for_all]
+    return [
+        (own + for_itself) * costs.sort_us_per_million_ids / 1e6 + _SENT_BYTES * moved / costs.all_to_all_bytes_per_us
+        for own, moved in zip(for_all, sent, strict=True)
+    ]
+
+
 def saved_by_sharing_us(
     by_rank: Sequence[Sequence[Shard]], topology: Topology, tables: Tables, global_batch_size: int, costs: GpuCosts
 ) -> list[float]:
-    """Returns the predicted microseconds that each rank saves by sharing its sort; 0 if it sorts alone, below 0 if
-    sending takes longer than the others' sorts.
+    """Returns the predicted microseconds that each rank saves by sharing its sort; 0 if it sorts alone.
 
-    `table_times` with `sharers` takes equal shares, as the planner does. But a table is sorted as a whole: of MLPerf's,
-    one has 100 of the 214 ids of a sample, so that its rank, of four, sorts 1.87 times a quarter.
+    `table_times` with `sharers` takes equal shares, as the planner does.
     """
     held = [tuple(shard.table for shard in own) for own in by_rank]
     saved = []
     for rank, sharers in enumerate(sort_sharers(by_rank, topology)):
+        if sharers == 1:
+            saved.append(0.0)
+            continue
         ids = [global_batch_size * tables.hot[table] for table in held[rank]]
-        own = ids
-        if sharers > 1:
-            own = [ids[place] for place in share_out(ids, sharers)[held[:rank].count(held[rank])]]
-        others = sum(ids) - sum(own)
-        moved = _SENT_BYTES * max(sum(own) * (sharers - 1), others)
-        saved.append(others * costs.sort_us_per_million_ids / 1e6 - moved / costs.all_to_all_bytes_per_us)
+        taken = _us(ids, divide(ids, sharers), costs)[held[:rank].count(held[rank])]
+        saved.append(sum(ids) * costs.sort_us_per_million_ids / 1e6 - taken)
     return saved

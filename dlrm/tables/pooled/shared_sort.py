@@ -2,7 +2,8 @@
 
 These ranks receive the same ids, and need them in the same order. Rows are counted one table after another, and each
 table has a constant number of ids, so the offset of a table's ids among all sorted ids is constant, and their order
-depends on no other table: each rank sorts the ids of some tables, and writes them to the others.
+depends on no other table: each rank sorts the ids of some tables, and writes them to the others. Tables with too many
+ids for one rank are sorted by every rank itself (dlrm/tables/plan/sort_shares.py).
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.tables.plan.plan import Plan
-from dlrm_bench.dlrm.tables.plan.sort_shares import share_out
+from dlrm_bench.dlrm.tables.plan.sort_shares import divide
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE
 from dlrm_bench.dlrm.tables.pooled.ways import Layout
 from dlrm_bench.kernels.input_dist.gather_segments import Segment, SegmentTable, gather_segments
@@ -36,31 +37,37 @@ class SharedSort:
         tables, plan, ranks, shape = layout.tables, layout.plan, layout.ranks, layout.shape
         held = [_tables(plan, rank) for rank in range(ranks.world_size)]
         sharers = [rank for rank, of_rank in enumerate(held) if of_rank == held[ranks.rank]]
-        self._memory, self._alone = memory, len(sharers) == 1
+        self._memory = memory
         samples = shape.part_samples * ranks.world_size
         ids = [[samples * tables.hot[table] for table in of_rank] for of_rank in held]
         """Number of ids of a part of the batch, by rank and table."""
         self._longest = shape.parts * max(map(sum, ids))
         own, before = ids[ranks.rank], [sum(ids[ranks.rank][:place]) for place in range(len(ids[ranks.rank]))]
-        share = share_out(own, len(sharers))[sharers.index(ranks.rank)]
-        self._count, count = shape.parts * sum(own), shape.parts * sum(own[place] for place in share)
+        shares = divide(own, len(sharers))  # by one type of GPU's costs, as all ranks must divide alike
+        self._alone = not any(share.for_all for share in shares) or len(sharers) == 1
+        share = shares[sharers.index(ranks.rank)]
+        places = sorted(share.for_all + share.for_itself)
+        self._count, count = shape.parts * sum(own), shape.parts * sum(own[place] for place in places)
 
         gathered: list[Segment] = []
-        pushed: list[Segment] = []
+        pushed: dict[int, list[Segment]] = {}
         at = 0
         for part in range(shape.parts):
-            for place in share:
+            for place in places:
                 gathered.append(Segment(part * sum(own) + before[place], at, own[place]))
                 at += own[place]
         at = 0
-        for place in share:
+        for place in places:
             length, to = shape.parts * own[place], shape.parts * before[place]
-            pushed += [Segment(at, to, length), Segment(count + at, self._longest + to, length)]
+            pushed[place] = [Segment(at, to, length), Segment(count + at, self._longest + to, length)]
             at += length
-        self._table = tbe.sort_table(share)
+        self._table = tbe.sort_table(places)
         self._gather = SegmentTable(gathered, ranks.device)
-        to_sharers = [pushed if rank in sharers else [] for rank in range(ranks.world_size)]
-        self._push = SegmentPushTable(to_sharers, ranks.device)
+        to_ranks: list[list[Segment]] = [[] for _ in range(ranks.world_size)]
+        for rank in sharers:
+            sent = places if rank == ranks.rank else share.for_all
+            to_ranks[rank] = [segment for place in sent for segment in pushed[place]]
+        self._push = SegmentPushTable(to_ranks, ranks.device)
         self._ids = torch.zeros(count, dtype=torch.int32, device=ranks.device)
         self._sorted = torch.zeros(2, count, dtype=torch.int32, device=ranks.device)
 

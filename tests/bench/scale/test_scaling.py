@@ -86,8 +86,8 @@ def test_the_known_errors_are_those_of_the_records():
     assert all(-0.095 < period < -0.08 and -0.125 < latency < -0.11 for period, latency in four)
     for scaling in (fitted(f"{FOUR}/timed-{gpus}") for gpus in (1, 2)):
         period, latency = off(scaling, "timed-4", INFINIBAND_400G, FOUR)
-        assert -0.1 < period < -0.07
-        assert -0.125 < latency < -0.095
+        assert -0.115 < period < -0.085
+        assert -0.135 < latency < -0.11
     for scaling in fits:
         assert 0.985 < off(scaling, "512-p2p", INFINIBAND_400G)[0] < 1.005
         assert abs(off(scaling, "512-p2p", P2P_NETWORK)[0]) < 0.01
@@ -103,7 +103,7 @@ def test_the_known_errors_are_those_of_the_records():
     for figure in (
         "8 to 9 %",
         "11 to 12 %",
-        "7 to 10 and 10 to 12 %",
+        "9 to 11 and 11 to 13 %",
         "99 to 100 %",
         "within 1 %",
         "1.31 and 1.32",
@@ -136,13 +136,13 @@ def test_a_record_is_taken_by_its_own_plan():
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_rank_with_most_ids_of_a_shared_sort_makes_a_plan_slower(gpus):
-    """Two plans for four GPUs: where pairs share each sort, one rank sends its sorted ids to one rank, not to three. In
-    equal shares the other plan would be the faster one."""
+def test_plans_in_which_every_rank_sorts_the_largest_table_are_as_fast(gpus):
+    """Two plans for four GPUs: all share each sort, or pairs. When record 72 was made, one rank sorted the largest table
+    for the others, and sent its ids to three ranks or to one."""
     scaling = fitted(f"{FOUR}/timed-{gpus}")
     shared, pairs = (record(f"{FOUR}/timed-{name}") for name in ("4", "4-old-plan"))
     assert 1.01 < period_ms(shared) / period_ms(pairs) < 1.015
-    assert 1.01 < scaling.ms_of(shared.run) / scaling.ms_of(pairs.run) < 1.015
+    assert 0.995 < scaling.ms_of(shared.run) / scaling.ms_of(pairs.run) < 1.005
 
 
 def test_a_record_without_pooled_tables_is_refused():

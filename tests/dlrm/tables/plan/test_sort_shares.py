@@ -1,5 +1,7 @@
 """What each rank sorts of a shared sort, and what that saves."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
@@ -7,33 +9,51 @@ from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import table_times
 from dlrm_bench.dlrm.tables.plan.plan import Shard
-from dlrm_bench.dlrm.tables.plan.sort_shares import saved_by_sharing_us, share_out
+from dlrm_bench.dlrm.tables.plan.sort_shares import Share, divide, saved_by_sharing_us
+
+HOT = MLPERF_MODEL.tables.hot
 
 
-def test_each_table_is_sorted_by_one_rank_and_the_ranks_have_about_as_many_ids() -> None:
-    hot = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
+def of(places: Sequence[int], hot: Sequence[int] = HOT) -> int:
+    return sum(hot[place] for place in places)
+
+
+def test_every_table_is_sorted_by_one_rank_for_all_or_by_every_rank() -> None:
     for ranks in (1, 2, 3, 4, 30):
-        shares = share_out(hot, ranks)
-        assert sorted(place for places in shares for place in places) == list(range(len(hot)))
-        assert all(places == sorted(places) for places in shares)
-        assert max(sum(hot[place] for place in places) for places in shares) <= max(100, sum(hot) / ranks + 7)
-    assert [sum(hot[place] for place in places) for places in share_out(hot, 2)] == [107, 107]
+        shares = divide(HOT, ranks)
+        assert all(share.for_itself == shares[0].for_itself for share in shares)
+        places = [place for share in shares for place in share.for_all] + shares[0].for_itself
+        assert sorted(places) == list(range(len(HOT)))
+        assert all(part == sorted(part) for share in shares for part in share)
 
 
-@pytest.mark.parametrize(("ranks", "most", "rest"), [(2, 107, 107), (4, 100, 38), (8, 100, 16)])
-def test_the_rank_of_the_largest_table_saves_least(ranks, most, rest):
-    """By the ids a sample that it sorts, and the bytes that it sends: at four ranks, nothing."""
+def test_two_ranks_sort_as_many_ids_each() -> None:
+    assert [of(share.for_all) for share in divide(HOT, 2)] == [107, 107]
+    assert divide(HOT, 2)[0].for_itself == []
+
+
+@pytest.mark.parametrize(("ranks", "too_large", "most"), [(4, [20], 29), (8, [20, 21], 12)])
+def test_every_rank_sorts_what_is_too_large_for_one_and_they_share_the_others(ranks, too_large, most):
+    """Tables of 100 and 27 ids a sample: four ranks then sort 128 or 129 of 214 each, not one 100 and three 38."""
+    shares = divide(HOT, ranks)
+    assert [share.for_itself for share in shares] == [too_large] * ranks
+    assert max(of(share.for_all) for share in shares) == most
+
+
+def test_no_rank_sends_where_sorting_alone_is_faster() -> None:
+    assert divide((100, 1), 4)[0] == Share([], [0, 1])
+    assert divide((50,), 2) == [Share([], [0])] * 2
+
+
+@pytest.mark.parametrize(("ranks", "for_all", "for_itself"), [(2, 107, 0), (4, 29, 100), (8, 12, 127)])
+def test_what_sharing_saves_is_that_of_the_ids_sorted_and_sent(ranks, for_all, for_itself):
     tables, samples, columns = MLPERF_MODEL.tables, 512 * ranks, 128 // ranks
     by_rank = [[Shard(rank, table, columns * rank, columns) for table in range(26)] for rank in range(ranks)]
     saved = saved_by_sharing_us(by_rank, Topology.one_node(ranks), tables, samples, DEFAULT_COSTS)
-
-    def us(sorted_ids: int, moved: int) -> float:
-        spared = (214 - sorted_ids) * DEFAULT_COSTS.sort_us_per_million_ids / 1e6
-        return samples * (spared - 8 * moved / DEFAULT_COSTS.all_to_all_bytes_per_us)
-
-    assert min(saved) == pytest.approx(us(most, most * (ranks - 1)))
-    assert max(saved) == pytest.approx(us(rest, max(rest * (ranks - 1), 214 - rest)), abs=0.3)
-    assert (min(saved) > 0) == (ranks == 2)
+    spared = (214 - for_all - for_itself) * DEFAULT_COSTS.sort_us_per_million_ids / 1e6
+    moved = 8 * for_all * (ranks - 1) / DEFAULT_COSTS.all_to_all_bytes_per_us
+    assert min(saved) == pytest.approx(samples * (spared - moved))
+    assert min(saved) > 0
     if ranks == 2:
         alone, shared = (table_times(by_rank[0], tables, samples, sharers=sharers).sort for sharers in (1, ranks))
         assert saved == pytest.approx([alone - shared] * 2), "equal shares"

@@ -91,9 +91,9 @@ def in_row_parts(plan: Plan, seed: int) -> Plan:
     return split
 
 
-def shared_plan(world_size: int) -> Plan:
-    """The first two ranks hold halves of the same tables, any others the rest: the two share their sort."""
-    alone = [table for table in range(MODEL.num_features) if table % 3 == 1] if world_size > 2 else []
+def shared_plan(world_size: int, alone: Sequence[int] = (1, 4)) -> Plan:
+    """The first two ranks hold halves of the same tables, any others the tables `alone`: the two share their sort."""
+    alone = alone if world_size > 2 else []
     halves = [table for table in range(MODEL.num_features) if table not in alone]
     shards = [Shard(rank, table, rank * DIM // 2, DIM // 2) for rank in range(2) for table in halves]
     shards += [Shard(2 + i % (world_size - 2), table, 0, DIM) for i, table in enumerate(alone)]
@@ -114,6 +114,10 @@ def cases_of(world_size: int, gpu: bool) -> list[Case]:
     ]
     if 1 < world_size < 5:
         cases += [Case(shared_plan(world_size), 6, torch.float32, presort=True, parts=parts) for parts in (1, 2)]
+        cases += [  # of 7, 1 and 1 ids a sample both ranks sort the 7 themselves
+            Case(shared_plan(world_size, (0, 2, 3, 6)), 6, torch.float32, presort=True, parts=parts)
+            for parts in ((1, 2) if world_size > 2 else ())
+        ]
     cases += [replace(case, peers=True) for case in cases if case.presort]
     split = [in_row_parts(plan, seed) for seed, plan in enumerate(plans)]
     if world_size == 1:  # the first table of a rank stays whole
