@@ -41,12 +41,13 @@ NOT_KNOWN = (
     "those of p2p."
 )
 KNOWN_ERRORS = (
-    "Known errors. Fitted to one GPU of record 40, the model is 8 to 9 % below the period of four GPUs there, and 11 "
-    "to 12 % below their latency (record 72, fitted to one or two: 9 to 11 and 11 to 13 %): it knows no exchange that "
-    "slows another one beside it, and their code shared sorts otherwise. On two nodes over P2P at 512 samples a GPU it is 99 to 100 % above the period by "
-    "--network infiniband-400g, and within 1 % by p2p, whose latency is fitted to that run; at 6912, 6 to 7 and 10 to "
-    "12 % below. From 64 to 128 H100 at a global batch of 135168 it sees no gain (1.31 and 1.32 ms, fitted to record "
-    "27), where HugeCTR's published logs have 2.35 and 1.77 ms, 1.33 times."
+    "Known errors. Fitted to one GPU of record 40, the model is 8 to 9 % below the period of four GPUs there, and "
+    "11 to 12 % below their latency (record 72, fitted to one or two: 9 to 11 and 11 to 13 %): it knows no "
+    "exchange that slows another one beside it, and their code shared sorts otherwise. On two nodes over P2P at "
+    "512 samples a GPU it is 99 to 100 % above the period by --network infiniband-400g, and within 1 % by p2p, "
+    "whose latency is fitted to that run; at 6912, 6 to 7 and 10 to 12 % below. From 64 to 128 H100 at a global "
+    "batch of 135168 it sees no gain (1.31 and 1.32 ms, fitted to record 27), where HugeCTR's published logs have "
+    "2.35 and 1.77 ms, 1.33 times."
 )
 """Errors of the model against records and published logs; tests/bench/scale/test_scaling.py recomputes them."""
 

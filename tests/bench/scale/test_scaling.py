@@ -137,8 +137,8 @@ def test_a_record_is_taken_by_its_own_plan():
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_plans_in_which_every_rank_sorts_the_largest_table_are_as_fast(gpus):
-    """Two plans for four GPUs: all share each sort, or pairs. When record 72 was made, one rank sorted the largest table
-    for the others, and sent its ids to three ranks or to one."""
+    """Two plans for four GPUs: all share each sort, or pairs. In record 72 one rank sorted the largest table for the
+    others, and sent its ids to three ranks or to one."""
     scaling = fitted(f"{FOUR}/timed-{gpus}")
     shared, pairs = (record(f"{FOUR}/timed-{name}") for name in ("4", "4-old-plan"))
     assert 1.01 < period_ms(shared) / period_ms(pairs) < 1.015
