@@ -12,7 +12,8 @@ default), five-stage or static, and adds the options of that pipeline. Two flags
 static pipeline; RANKS defaults to torchrun's WORLD_SIZE, or else 8. The plan's times are those of an H200, or, with
 `--limits FILE` (a limits.json of `dlrm-bench limits`), of the GPUs measured there. For the plan, --gpus-per-node GPUS
 sets the size of a node (default 8), --network-gb-s RATE the network's rate per GPU (default 45 GB/s), and
-`--host-memory-gb GB` the host memory per GPU (default 137).
+`--host-memory-gb GB` the host memory of a node, which its GPUs share (default 137 GB for each of them, or as
+measured for FILE).
 """
 
 import argparse

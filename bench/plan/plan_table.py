@@ -213,8 +213,8 @@ def topology_of(world_size: int, gpus_per_node: int | None, network_gb_s: float 
 
 
 def costs_at(limits: Path | None, host_memory_gb: float | None, topology: Topology) -> GpuCosts:
-    """Returns the costs of the GPU that a limits.json was measured on, or default ones, on nodes of this much memory;
-    ValueError names a bad file or number."""
+    """Returns the costs of the GPU that a limits.json was measured on, or default ones, on nodes with host_memory_gb GB
+    of host memory, which a node's GPUs share; ValueError names a bad file or number."""
     costs = DEFAULT_COSTS if limits is None else measured_costs(read_limits(limits))
     if host_memory_gb is None:
         return costs

@@ -29,7 +29,7 @@ class ModelConfig:
     """Ids per sample of each categorical feature (fixed: MLPerf's multi-hot sizes)."""
     table_scale: float = 1.0
     """Factor on every table's number of rows, rounded up to at least one; values below 1 fit the tables on smaller
-    GPUs."""
+    GPUs, values above 1 make larger tables, of fewer than 2^31 rows each."""
     embedding_dim: int = 128
     """Columns of every embedding table."""
     dense_in_features: int = 13
@@ -61,10 +61,11 @@ class ModelConfig:
             self.embedding_dim % 4 == 0,
             f"--model.embedding-dim is {self.embedding_dim}: FBGEMM's kernels need a multiple of 4",
         )
-        require(0 < self.table_scale <= 1, f"--model.table-scale is {self.table_scale}: choose 0 < scale <= 1")
+        require(0 < self.table_scale < 2**31, f"--model.table-scale is {self.table_scale}: choose 0 < scale < 2^31")
         require(
             max(self.rows) < 2**31,
-            f"--model.num-embeddings has a table of {max(self.rows)} rows: ids have 32 bits, so choose fewer than 2^31",
+            f"--model.num-embeddings with --model.table-scale {self.table_scale:g} makes a table of {max(self.rows)} "
+            "rows: ids have 32 bits, so choose fewer than 2^31",
         )
         require(
             self.bottom_mlp[-1] == self.embedding_dim,

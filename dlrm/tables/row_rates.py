@@ -17,6 +17,8 @@ _DRAWS = 400_000
 _LEAST_CLASSES = 10_000
 _RARE = 5
 """Counts up to this one are corrected: see `counted_rates`."""
+_DIRECT = 1 << 20
+"""Counts up to this one index arrays; few rows of a table have larger ones, and those are searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,8 +75,14 @@ def counted_rates(counts: NDArray[np.integer], samples: int) -> RowRates:
 
 def row_rates(counts: NDArray[np.integer], samples: int) -> NDArray[np.float32]:
     """Returns the rate of each row, fp32 [rows], as in `counted_rates`."""
-    values, _, rates = _rates_by_count(counts, samples)
-    return rates.astype(np.float32)[np.searchsorted(values, counts)]
+    values, _, exact = _rates_by_count(counts, samples)
+    rates, (direct, larger) = exact.astype(np.float32), _direct_and_larger(counts)
+    of_count = np.zeros(int(direct.max(initial=0)) + 1, np.float32)
+    indexes = values < len(of_count)
+    of_count[values[indexes]] = rates[indexes]
+    found = of_count[direct]
+    found[larger] = rates[np.searchsorted(values, counts[larger])]
+    return found
 
 
 def assumed_rates(rows: int, hot: int) -> NDArray[np.float32]:
@@ -94,7 +102,12 @@ def _rates_by_count(
     counts: NDArray[np.integer], samples: int
 ) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.float64]]:
     """Returns the occurring counts, ascending, the number of rows with each, and the rate of these rows."""
-    values, numbers = np.unique(counts, return_counts=True)
+    direct, larger = _direct_and_larger(counts)
+    number_direct = np.bincount(direct)
+    number_direct[-1] -= len(larger)  # counted as _DIRECT
+    occurring = np.flatnonzero(number_direct)
+    others, of_others = np.unique(counts[larger], return_counts=True)
+    values, numbers = np.concatenate([occurring, others]), np.concatenate([number_direct[occurring], of_others])
     number_of = dict(zip(values.tolist(), numbers.tolist(), strict=True))
     rates = values.astype(np.float64)
     for place, count in enumerate(values.tolist()):
@@ -103,6 +116,13 @@ def _rates_by_count(
             rates[place] = (count + 1) * more / number_of[count]
     rates = np.maximum.accumulate(rates)  # keeps rates monotonic in the counts
     return values, numbers, rates / samples
+
+
+def _direct_and_larger(counts: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.intp]]:
+    """Returns the counts with _DIRECT for larger ones, and the rows that have those."""
+    if int(counts.max(initial=0)) <= _DIRECT:
+        return counts, np.zeros(0, np.intp)
+    return np.minimum(counts, _DIRECT), np.flatnonzero(counts > _DIRECT)
 
 
 def _stratified_firsts(count: int, rows: int, skew: float) -> NDArray[np.int64]:

@@ -20,8 +20,9 @@ BAD_MODEL: list[tuple[str, dict[str, Any]]] = [
     ("--model.multi-hot-sizes", {"multi_hot_sizes": (1,) * 25}),
     ("--model.multi-hot-sizes", {"multi_hot_sizes": (1,) * 25 + (0,)}),
     ("--model.table-scale", {"table_scale": 0.0}),
-    ("--model.table-scale", {"table_scale": 1.5}),
+    ("--model.table-scale", {"table_scale": math.inf}),
     ("--model.table-scale", {"table_scale": math.nan}),
+    (r"--model.table-scale 3e\+06 makes a table of 3000000000 rows.* fewer than 2\^31", {"table_scale": 3e6}),
     ("--model.embedding-dim", {"embedding_dim": 0}),
     ("--model.embedding-dim", {"embedding_dim": 6, "bottom_mlp": (6,)}),
     ("--model.dense-in-features", {"dense_in_features": 0}),
@@ -106,6 +107,8 @@ def test_derived_sizes():
     assert (model.num_features, model.ids_per_sample) == (3, 7)
     assert model.feature_names == ("cat_0", "cat_1", "cat_2")
     assert model.tables.bytes == 253 * 16 * 4
+    assert replace(model, table_scale=2.0).rows == (2000, 6, 14)
+    assert replace(model, num_embeddings=(1,) * 3, table_scale=2.0**31 - 1).rows == (2**31 - 1,) * 3
 
 
 def test_configurations_do_not_change():

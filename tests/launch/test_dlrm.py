@@ -119,6 +119,24 @@ def test_print_plan_needs_no_torchrun(tmp_path):
     assert "on 8 rank(s), global batch 512" in text
 
 
+def test_print_plan_takes_the_host_memory_of_a_node(tmp_path):
+    """Twice MLPerf's rows, half of them in host memory: of one node of two GPUs, and of two nodes of one."""
+    tiers = ["--pipeline", "static", "--presort-ids", "--table-memory", "0.5", "--model.table-scale", "2"]
+    plan = ["--preset", "launch-bound", *tiers, "--print-plan", "2", "--host-memory-gb"]
+    one, two, small, explained = (
+        typed(tmp_path / str(number), *arguments)
+        for number, arguments in enumerate(
+            ([*plan, "400"], [*plan, "200", "--gpus-per-node", "1"], [*plan, "200"], ["--help"])
+        )
+    )
+    assert [status for status, _ in (one, two, small, explained)] == [0, 0, 2, 0]
+    assert "host memory of a node: 209.1 of 400.0 GB" in one[1]
+    assert re.search(r"host memory of a node: 1\d\d\.\d of 200\.0 GB", two[1])
+    assert "tables and optimizer state take 418.2 GB, but 1 node(s) of 2 GPU(s) have" in small[1]
+    assert "190.0 GB of host memory" in small[1]
+    assert "`--host-memory-gb GB` the host memory of a node, which its GPUs share" in " ".join(explained[1].split())
+
+
 def test_smoke_is_the_default(tmp_path):
     assert json.loads(typed(tmp_path, "--print-config")[1])["preset"] == "smoke"
 
@@ -139,7 +157,7 @@ def test_smoke_is_the_default(tmp_path):
         (["--pipeline", "five-stage", "--launch-threads", "3"], "--launch-threads"),
         (["--overlap"], "--overlap is an option of --pipeline static, not of torchrec"),
         (["--pipeline", "static", "--no-row-wise"], "--no-row-wise is an option of --pipeline torchrec and five-stage"),
-        (["--model.table-scale", "2"], "--model.table-scale is 2.0"),
+        (["--model.table-scale", "3e6"], "--model.table-scale 3e+06 makes a table of 3000000000 rows"),
         (["--seed"], "--seed"),
         (["--preset"], "--preset"),
         (["--print-plan", "0"], "--print-plan 0: a plan is for at least one rank"),

@@ -43,12 +43,18 @@ class Plan:
         return tuple(shard for shard in self.shards if shard.rank == rank)
 
     def check(self, tables: Tables) -> None:
-        """Raises ValueError unless every element of every sharded table is on exactly one rank and no rank mixes
-        widths."""
+        """Raises ValueError unless every element of every sharded table is on exactly one rank, no rank mixes widths,
+        and int32 can number the rows of each rank's shards, one shard after another."""
         for rank in range(self.world_size):
             widths = {shard.columns for shard in self.of_rank(rank)}
             if len(widths) != 1:
                 raise ValueError(f"plan: rank {rank} holds shards of widths {sorted(widths)}; it needs exactly one")
+            held = sum(shard.rows(tables) for shard in self.of_rank(rank))
+            if held >= 2**31:
+                raise ValueError(
+                    f"plan: rank {rank} holds shards of {held} rows in all, which must stay below 2^31: use more GPUs "
+                    f"or {tables.advice or 'smaller tables (--model.table-scale)'}"
+                )
         for table in sorted(set(range(tables.count)) - set(self.replicated)):
             of_table = [shard for shard in self.shards if shard.table == table]
             columns_of: dict[tuple[int, int], list[tuple[int, int]]] = {}

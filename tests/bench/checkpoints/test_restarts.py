@@ -2,19 +2,21 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dlrm_bench.bench.checkpoints import restarts, snapshots
+from dlrm_bench.bench.checkpoints import checkpoints, restarts, snapshots
 from dlrm_bench.bench.checkpoints.restarts import check_restarts, restarted
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.record import ITERATIONS_NPZ, Record, read_record
 from dlrm_bench.bench.run_files import LOG_NAME
+from dlrm_bench.dlrm.tables.tiers import tiered_rows
 from tests.bench.checkpoints.test_snapshots import in_memory
-from tests.launched import PATIENCE_S, end, forked_launch, ranks_naming, torchrun, wait_until
+from tests.launched import PATIENCE_S, Ended, end, forked_launch, ranks_naming, torchrun, wait_until
 
 FLAGS = ["--preset=smoke", "--data.source=random", "--target-auc=None", "--local-batch-size=32"]
 
@@ -95,6 +97,54 @@ def test_torchrun_restarts_the_ranks_after_one_was_killed(tmp_path, memory):
     assert "resumed from x, after iteration" in output
     assert np.array_equal(losses(tmp_path / "x-restart-1"), losses(tmp_path / "whole"))
     assert not memory.exists()
+
+
+TIERED = ["--pipeline=static", "--presort-ids", "--peer-memory", "--precision=fp32"]
+
+
+class KilledBetweenTiers:
+    """Ends one rank, without a word, before it exchanges rows with host memory, in the second iteration after a number
+    of saves."""
+
+    def __init__(self, rank: int, saves: int) -> None:
+        self.rank, self.saves, self.exchanges = str(rank), saves, 0
+
+    def __call__(self) -> None:
+        save, exchange = checkpoints.Checkpoints.save, tiered_rows.exchange_rows
+
+        def counted(this: checkpoints.Checkpoints, *given: Any) -> None:
+            save(this, *given)
+            self.saves -= 1
+
+        def exchange_or_die(*given: Any) -> None:
+            self.exchanges += self.saves == 0
+            if self.exchanges == 4 and os.environ["RANK"] == self.rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            exchange(*given)
+
+        checkpoints.Checkpoints.save = counted  # type: ignore[method-assign]
+        tiered_rows.exchange_rows = exchange_or_die
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["checkpoint", "snapshot"])
+def test_tables_on_two_tiers_go_on_in_another_share_after_a_kill(tmp_path, memory, saved):
+    """Losses are those of a run with all rows on the device. A checkpoint that was still being written is left out."""
+    place = memory if saved == "snapshot" else tmp_path / "saved"
+    saves = [f"--{saved}.path={place}", f"--{saved}.every=3", "--resume=auto"]
+
+    def launch(run_id: str, *more: str, before: Callable[[], None] | None = None) -> Ended:
+        return forked_launch(2, tmp_path / f"of-{run_id}", [*flags(tmp_path, run_id, 12), *TIERED, *more], before)
+
+    whole = launch("whole")
+    assert whole.statuses == [0, 0], whole
+    killed = launch("killed", *saves, "--table-memory=0.3", before=KilledBetweenTiers(1, 2))
+    assert killed.statuses == [1, -9], killed
+    ended = launch("again", *saves, "--table-memory=0.8")
+    assert ended.statuses == [0, 0], ended
+    assert "table tiers" in ended.outputs[0]
+    assert np.array_equal(losses(tmp_path / "again"), losses(tmp_path / "whole"))
+    assert len(read_record(tmp_path / "again").losses) in ((6,) if saved == "snapshot" else (6, 9))
 
 
 def environment(pid: int) -> list[str]:

@@ -1,9 +1,12 @@
 """Rates of rows: of random ids as counted one by one, of counts as the next samples show."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from dlrm_bench.dlrm.data.distributions import hashed_ids, zipf_ids
+from dlrm_bench.dlrm.tables import row_rates as rates_of_rows
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.row_rates import RowRates, assumed_rates, counted_rates, random_rates, row_rates
 
@@ -82,6 +85,23 @@ def test_the_rates_of_rows_are_those_of_their_classes() -> None:
     assert sorted(rates.tolist(), reverse=True) == pytest.approx(np.repeat(classes.rates, classes.rows.astype(int)))
     assert (rates[counts == 0] > 0).all(), "a row that none named has a rate, too"
     assert rates.argmax() == 1
+
+
+@pytest.mark.parametrize("direct", [1, 3, 8, 1 << 20])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_rates_do_not_depend_on_which_counts_are_searched(
+    monkeypatch: pytest.MonkeyPatch, direct: int, dtype: type[np.unsignedinteger[Any]]
+) -> None:
+    """The rates of rows that are all sorted and searched."""
+    rng = np.random.default_rng(3)
+    many = np.iinfo(dtype).max
+    some = np.minimum(rng.zipf(1.5, 5000) - 1, many)
+    for counts in (np.concatenate([some, [many]]).astype(dtype), np.zeros(4, dtype), np.full(3, many, dtype)):
+        values, numbers = np.unique(counts, return_counts=True)
+        monkeypatch.setattr(rates_of_rows, "_DIRECT", direct)
+        found, classes = row_rates(counts, 7), counted_rates(counts, 7)
+        assert classes.rows.tolist() == numbers[::-1].tolist()
+        assert np.array_equal(found, classes.rates[::-1].astype(np.float32)[np.searchsorted(values, counts)])
 
 
 def test_assumed_rates_sum_to_a_samples_ids_and_prefer_tables_of_many_ids_and_their_first_rows() -> None:

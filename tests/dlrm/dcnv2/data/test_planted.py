@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
+from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data import planted
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
@@ -51,6 +52,19 @@ def test_both_formats_hold_the_same_samples(config: PlantedConfig, monkeypatch: 
             np.testing.assert_array_equal(a.ids, b.ids)
             np.testing.assert_array_equal(a.dense, b.dense)
             np.testing.assert_array_equal(a.labels, b.labels)
+
+
+def test_tables_of_twice_the_rows(config: PlantedConfig) -> None:
+    path, manifest, _ = generate(replace(config, table_scale=2.0, skew=0.0))
+    doubled = replace(MODEL, table_scale=2.0)
+    assert manifest.rows == list(doubled.rows)
+    assert max(doubled.rows) == 2 * max(MODEL.rows)
+    data = DataConfig(source="multi_hot", path=path, train_days=2)
+    (batch,) = open_dataset(data, doubled, seed=0).train_batches(0, 1, 6002)
+    for block, rows in zip(feature_blocks(batch.ids, MODEL.multi_hot_sizes), doubled.rows, strict=True):
+        assert 0.99 * rows - 1 <= block.max() < rows
+    with pytest.raises(ValueError, match="table rows"):
+        open_dataset(data, MODEL, seed=0)
 
 
 def test_best_auc_is_that_of_the_true_probabilities(config: PlantedConfig, monkeypatch: pytest.MonkeyPatch) -> None:

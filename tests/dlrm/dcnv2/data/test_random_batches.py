@@ -53,6 +53,15 @@ def test_a_rank_draws_the_same_whatever_the_number_of_ranks(dataset: RandomDatas
     assert torch.equal(two.ids, eight.ids)
 
 
+@pytest.mark.parametrize("random_ids", ["expanded", "uniform"])
+def test_ids_of_tables_of_twice_the_rows_name_all_of_them(dataset: RandomDataset, random_ids: str) -> None:
+    doubled = RandomDataset(dataset._data, replace(dataset._model, table_scale=2.0), dataset._seed)
+    ids = next(with_ids(doubled, random_ids).train_batches(0, 1, 20_000)).ids
+    for block, rows in zip(feature_blocks(ids, SIZES), (20_000, 2, 80), strict=True):
+        assert block.min() >= 0
+        assert 0.99 * rows - 1 <= block.max() < rows
+
+
 def number_of_distinct(ids: np.ndarray, rows: int) -> int:
     """As np.unique, which takes seconds to sort millions."""
     seen = np.zeros(rows, dtype=bool)

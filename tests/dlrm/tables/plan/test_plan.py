@@ -27,3 +27,15 @@ def model_of(rows: list[int], hot: list[int], dim: int = 32) -> Tables:
 def test_bad_plans_are_refused(shards, message):
     with pytest.raises(ValueError, match=message):
         Plan(world_size=2, shards=tuple(Shard(*s) for s in shards)).check(model_of([100, 100], [1, 1]))
+
+
+def test_a_rank_has_as_many_rows_as_int32_can_number() -> None:
+    one, two = (Plan(1, (Shard(0, 0, 0, 32), Shard(0, 1, 0, 32))), Plan(2, (Shard(0, 0, 0, 32), Shard(1, 1, 0, 32))))
+    half = 2**30
+    one.check(model_of([half, half - 1], [1, 1]))
+    two.check(model_of([half, half], [1, 1]))
+    with pytest.raises(
+        ValueError,
+        match=r"rank 0 holds shards of 2147483648 rows in all, which must stay below 2\^31: use more GPUs or",
+    ):
+        one.check(model_of([half, half], [1, 1]))
