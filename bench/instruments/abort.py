@@ -34,6 +34,7 @@ _FOREVER = timedelta(days=3650)
 # error and ends with the right status. A rank whose collective broke waits as long for a peer's reason: a peer
 # announces its reason before its end closes its connections.
 _GRACE_S = 2.0
+_LOST = "another rank is gone without giving a reason: it was killed, for example for its memory, or its machine failed"
 
 
 class AbortWatch:
@@ -66,8 +67,11 @@ class AbortWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            if self._ranks.world_size > 1 and _of_a_collective(error) and self._told.wait(_GRACE_S):
-                self._end(self._reason, 1, announce=False)
+            if self._ranks.world_size > 1 and _of_a_collective(error):
+                if self._told.wait(_GRACE_S):
+                    self._end(self._reason, 1, announce=False)
+                if _of_a_lost_peer(error):
+                    self._end(f"{_LOST} ({str(error).partition('. ')[0]})", 1, announce=True)
             self._ending.acquire()
             try:
                 self._on_abort()
@@ -162,6 +166,12 @@ def _launcher() -> int | None:
 def _of_a_collective(error: BaseException) -> bool:
     """Whether a collective raised this because a peer is gone: DistError by NCCL and torch, RuntimeError by gloo."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _of_a_lost_peer(error: BaseException) -> bool:
+    """Whether a collective's error says that a peer closed its connections: gloo's words, and those of NCCL."""
+    words = "closed by peer", "reset by peer", "Broken pipe", "remote process exit"
+    return any(word in str(error) for word in words)
 
 
 def connect_store() -> TCPStore:

@@ -140,6 +140,8 @@ def test_tables_on_two_tiers_go_on_in_another_share_after_a_kill(tmp_path, memor
     assert whole.statuses == [0, 0], whole
     killed = launch("killed", *saves, "--table-memory=0.3", before=KilledBetweenTiers(1, 2))
     assert killed.statuses == [1, -9], killed
+    assert "rank 0: another rank is gone without giving a reason" in killed.outputs[0]
+    assert "Traceback" not in killed.outputs[0]
     ended = launch("again", *saves, "--table-memory=0.8")
     assert ended.statuses == [0, 0], ended
     assert "table tiers" in ended.outputs[0]

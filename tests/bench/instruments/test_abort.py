@@ -133,6 +133,30 @@ def test_a_broken_collective_is_not_taken_for_the_reason(tmp_path, error):
     assert f"{error.__name__}: no disk" in ended.outputs[1]
 
 
+def killed_alone(folder: Path, killed: int) -> int:
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    with AbortWatch(ranks, (folder / f"closed_{ranks.rank}").touch):
+        dist.barrier()
+        if ranks.rank == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+    return 0
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_peer_that_was_killed_is_told_in_one_line(tmp_path, killed):
+    """Rank 0 has the store of all ranks, of whose end torch itself warns."""
+    ended = wait(fork(2, tmp_path, killed_alone, tmp_path, killed), tmp_path)
+    left = 1 - killed
+    assert (ended.statuses[killed], ended.statuses[left]) == (-9, 1)
+    (*before, line) = ended.outputs[left].splitlines()
+    assert line.startswith(f"rank {left}: another rank is gone without giving a reason: it was killed")
+    assert before == [] or killed == 0
+    assert "Traceback" not in ended.outputs[left]
+    assert (tmp_path / f"closed_{left}").exists()
+
+
 def fail_in_turn(folder: Path) -> int:
     """Rank 1 raises after it was told of rank 0's error, which stays as long: it has the store."""
     abort._GRACE_S = PATIENCE_S
