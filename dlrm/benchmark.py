@@ -210,6 +210,11 @@ class Ruleset(Protocol):
         ...
 
     @property
+    def published_caveats(self) -> tuple[str, ...]:
+        """Reasons why other runs do not compare with published results, in sentences for a page."""
+        ...
+
+    @property
     def submission_words(self) -> SubmissionWords:
         """Words for the files of a submission."""
         ...
@@ -333,6 +338,9 @@ class Benchmark:
     sizes of samples that were measured, the number of ranks they were measured on, and the number of ranks. ValueError
     for a configuration whose runs to the target are unknown. None if `dlrm-bench scale` does not need it or does not
     know the benchmark."""
+    activation_bytes: Callable[[TrainingConfig], Mapping[str, float]] | None = None
+    """Returns the bytes of a rank's activations that are kept for the backward pass, by the flags that decide on them,
+    in words; None if they are not counted."""
     table_ids: "Callable[[TrainingConfig, HostBatch], Sequence[NDArray[np.int32]]] | None" = None
     """Returns the ids that a batch looks up in each table, [any]; None if the model derives ids from the batch."""
     check_static: Callable[[TrainingConfig, StaticDenseOptions], None] | None = None

@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         # Views access nothing: their results are their argument's memory, and no argument is written.
         written = [bool(argument.alias_info and argument.alias_info.is_write) for argument in func._schema.arguments]
+        if func.namespace == "c10d":
+            written[0] = True  # of every collective, whose schema does not say so
         aliases = any(returned.alias_info is not None for returned in func._schema.returns)
         if any(written) or not aliases:
             for i, argument in enumerate(func._schema.arguments):

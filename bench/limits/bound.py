@@ -199,7 +199,7 @@ def roofline_points(run: RunRecord) -> tuple[list[RooflinePoint], GpuRates] | No
     shapes = benchmark.work.products(training, batch, sizes_of(run)).values()
     operands = float(sum(size * (m * k + k * n + m * n) for m, n, k in shapes))
     amounts = {"GEMMs": (float(sum(2 * m * n * k for m, n, k in shapes)), operands)}
-    numbers = float(batch * tables.ids_per_sample * tables.columns)
+    numbers = benchmark.work.table_work(training, batch, size, sizes_of(run)).ids * tables.columns
     by_name = {piece.name: piece for piece in bound.pieces}
     for name, piece, operations in (
         ("table lookup", "lookup", numbers),

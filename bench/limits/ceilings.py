@@ -7,6 +7,7 @@ repetitions, so that launches cost nothing; the cost of launches is measured sep
 
 import time
 from collections.abc import Callable, Iterator
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch.distributed as dist
 
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.records.limits import (
+    ACTIVATIONS,
     ADAGRAD,
     ALL_GATHER,
     ALL_REDUCE,
+    ATTENTION,
     BATCH_COPY,
     GRADIENTS,
     IDS,
@@ -33,6 +36,7 @@ from dlrm_bench.bench.records.limits import (
 from dlrm_bench.dlrm.benchmark import UNMEASURED, SampleSizes, TableWork
 from dlrm_bench.dlrm.benchmarks import PRESETS, named
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.kernels.stages import DENSE, DENSE_UPDATE
 
 _MEASUREMENTS = 7  # the median is reported
 _LAUNCHES = 100
@@ -53,9 +57,10 @@ def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) ->
         )
     exchanged = torch.bfloat16 if config.precision == "bf16" else torch.float32
     of_tables = work.table_work(config, batch, exchanged.itemsize, sizes)
+    pieces = work.pieces(config, 1, 0.0, sizes)
     timer = _Timer(ranks)
 
-    batch_bytes = benchmark.parts().batch_bytes(config)
+    batch_bytes = round(sum(piece.pcie for piece in pieces))
     host = torch.zeros(batch_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     gpu = torch.zeros(batch_bytes, dtype=torch.uint8, device=device)
     yield timer.time(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
@@ -63,24 +68,28 @@ def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) ->
 
     yield from _collectives(timer, of_tables, work.dense_weights(config), ranks, exchanged)
     for name, shape in work.products(config, batch, sizes).items():
-        flop = 2.0 * shape[0] * shape[1] * shape[2]
-        yield timer.time(name, "dense_forward_backward", flop, "FLOP", _gemm(shape, exchanged, device))
+        yield timer.time(name, DENSE, 2.0 * prod(shape), "FLOP", _gemm(shape, exchanged, device))
 
     large = 8192 if device.type == "cuda" else 256
-    flop, product = 2.0 * large**3, _gemm((large, large, large), exchanged, device)
-    yield timer.time(LARGE_PRODUCT, None, flop, "FLOP", product)
+    product = timer.time(LARGE_PRODUCT, None, 2.0 * large**3, "FLOP", _gemm((large, large, large), exchanged, device))
+    yield product
     source = torch.zeros(large << 15, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
     yield timer.time(LARGE_COPY, None, source.nbytes, "B", lambda: target.copy_(source, non_blocking=True))
     rates = [timer.time(name, None, 2.0 * _copied_bytes(device), "B", work) for name, work in _memory(device).items()]
     yield from rates
     rate = max(rates, key=lambda one: one["amount"] / one["ms"])
-    for name, stage, amount in (
-        (LOOKUP, "embedding_forward", of_tables.lookup),
-        (UPDATE, "embedding_backward", of_tables.update),
-        (ADAGRAD, "dense_update", 20.0 * work.dense_weights(config)),
+    memory = {of: sum(piece.memory for piece in pieces if piece.stage == of) for of in (DENSE, DENSE_UPDATE)}
+    attention = sum(piece.flop for piece in pieces if piece.name == "attention")
+    for name, stage, amount, of in (
+        (LOOKUP, "embedding_forward", of_tables.lookup, rate),
+        (UPDATE, "embedding_backward", of_tables.update, rate),
+        (ACTIVATIONS, None, memory[DENSE], rate),  # while the GEMMs run, which move them
+        (ADAGRAD, DENSE_UPDATE, memory[DENSE_UPDATE] + 4.0 * work.dense_weights(config), rate),  # and gradients
+        (ATTENTION, DENSE, attention, product),
     ):
-        yield Ceiling(name=name, stage=stage, ms=amount / rate["amount"] * rate["ms"], amount=amount, unit="B")
+        if amount:
+            yield Ceiling(name=name, stage=stage, ms=amount / of["amount"] * of["ms"], amount=amount, unit=of["unit"])
     yield from _launches(timer, device)
 
 

@@ -9,9 +9,11 @@ from rich.table import Table
 
 from dlrm_bench.bench.profile.kernel_names import GEMM, short_kernel_name
 from dlrm_bench.bench.records.limits import (
+    ACTIVATIONS,
     ADAGRAD,
     ALL_GATHER,
     ALL_REDUCE,
+    ATTENTION,
     BATCH_COPY,
     GRADIENTS,
     IDS,
@@ -35,12 +37,24 @@ _WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
     ("all-to-all of pooled vectors", re.compile("^NCCL SendRecv"), "embedding_forward", (POOLED,)),
     ("all-to-all of their gradients", re.compile("^NCCL SendRecv"), "embedding_backward", (GRADIENTS,)),
     ("reduce-scatter", re.compile("^NCCL ReduceScatter"), "dense_forward_backward", (REDUCE_SCATTER,)),
-    ("all-reduce", re.compile("^NCCL AllReduce"), "dense_forward_backward", (ALL_REDUCE,)),
+    ("all-reduce", re.compile("^NCCL AllReduce"), None, (ALL_REDUCE,)),
     ("all-gather", re.compile("^NCCL AllGather"), "dense_update", (ALL_GATHER,)),
     ("dense exchange and update", re.compile("^sharded_adagrad"), "dense_update", (REDUCE_SCATTER, ALL_GATHER)),
-    ("table lookup", re.compile(r"embedding\w*_forward|^pooled_lookup"), "embedding_forward", (LOOKUP,)),
-    ("table update", re.compile(r"embedding\w*_backward|^sorted_adagrad"), "embedding_backward", (UPDATE,)),
-    ("dense update", re.compile(r"^flat_adagrad|^multi_tensor"), "dense_update", (ADAGRAD,)),
+    ("table lookup", re.compile(r"embedding\w*_forward|^(pooled_lookup|gather_rows)"), "embedding_forward", (LOOKUP,)),
+    (
+        "table update",
+        re.compile(r"embedding\w*_backward|^(sorted_adagrad|row_wise_adagrad|distinct_sums)"),
+        "embedding_backward",
+        (UPDATE,),
+    ),
+    ("attention", re.compile("^(silu|last_query)_attention"), "dense_forward_backward", (ATTENTION,)),
+    (
+        "norms, gates and the tokens' input",
+        re.compile("^((swish_|gated_)?norm|token_input):"),
+        "dense_forward_backward",
+        (ACTIVATIONS,),
+    ),
+    ("dense update", re.compile(r"^flat_ada|^multi_tensor"), "dense_update", (ADAGRAD,)),
     ("copy of the batch", re.compile("^Memcpy HtoD|^fetch"), "input_dist", (BATCH_COPY,)),
 )
 

@@ -187,7 +187,11 @@ def _print_rank(config: RunConfig, topology: Topology, costs: GpuCosts, needed: 
     console.print(
         f"a rank of {costs.measured_on}: {available - needed:.1f} of {available:.1f} GB are left for the dense network"
     )
-    work = named(config.benchmark).work
+    benchmark = named(config.benchmark)
+    if benchmark.activation_bytes is not None:
+        for flags, kept in benchmark.activation_bytes(config).items():
+            console.print(f"{kept / 1e9:.1f} GB of activations are kept for the backward pass {flags}", soft_wrap=True)
+    work = benchmark.work
     if work is not None:
         size = 2 if config.precision == "bf16" else 4
         moved, away = work.table_work(config, config.local_batch_size, size), (ranks - 1) / ranks

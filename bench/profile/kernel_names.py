@@ -50,6 +50,13 @@ _TABLE_UPDATE = re.compile(r"^(_sorted_adagrad_kernel|sorted_adagrad)$|embedding
 _TABLE_LOOKUP = re.compile(r"^_pooled_lookup_kernel$|embedding\w*_forward")
 _BEFORE_BARRIERS = ("_push_segments_kernel", "_pooled_lookup_kernel", "_push_columns_kernel")
 """Kernels that write to other ranks' memory, after which a barrier publishes the writes."""
+_BEFORE_ALL_TO_ALLS = (
+    "_rest_of_lists_kernel",
+    "_gather_rows_kernel",
+    "_distinct_sums_kernel",
+    "_distinct_sums_merge_kernel",
+)
+"""Kernels of unpooled rows that write a send buffer. No kernel of the loss tells forward from backward there."""
 
 
 # The results of _functor and the families below; a demangled C++ name has no blank before its parameters.
@@ -208,14 +215,16 @@ class _Order:
         return _BACKWARD if self._updates and not self._replicates else OTHER
 
     def _stage_of_all_to_all(self, event: dict[str, Any]) -> str:
+        before = [other for other in self._events if other["tid"] == event["tid"] and _end(other) <= event["ts"]]
+        sender = before[-1]["name"] if before else ""
+        if sender in _BEFORE_ALL_TO_ALLS:
+            return stage_of_name(sender)
         possible = [stage for stage, span in self._within.items() if _inside(event, span)]
         for stage in possible:
             if sum(_inside(other, self._within[stage]) for other in self._all_to_alls()) == 1:
                 return stage
         if not possible:
             return _INPUT if len(self._within) == 2 else OTHER
-        before = [other for other in self._events if other["tid"] == event["tid"] and _end(other) <= event["ts"]]
-        sender = before[-1]["name"] if before else ""
         if sender == "_gather_segments_kernel":
             return _INPUT
         sends = {_LOOKUP: bool(_TABLE_LOOKUP.search(sender)), _BACKWARD: sender == "_regroup_kernel"}

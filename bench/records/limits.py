@@ -54,6 +54,9 @@ ALL_GATHER = "all-gather: dense weights"
 LOOKUP = "memory traffic: table lookup"
 UPDATE = "memory traffic: table update"
 ADAGRAD = "memory traffic: dense update"
+# Of benchmarks whose work has them.
+ACTIVATIONS = "memory traffic: activations kept for the backward"
+ATTENTION = "attention: its operations, as a large product"
 # Peak rates of the hardware, at sizes that no iteration has.
 LARGE_PRODUCT = "large matrix product"
 LARGE_COPY = "large copy, host to device"

@@ -27,7 +27,7 @@ from dlrm_bench.bench.report import pictures
 from dlrm_bench.bench.report.families import all_doubts, families, machines, works
 from dlrm_bench.bench.report.output import check_output, write_files
 from dlrm_bench.bench.report.pictures import Picture, Works
-from dlrm_bench.bench.report.published import PUBLISHED
+from dlrm_bench.bench.report.published import PUBLISHED, PUBLISHED_CAVEATS
 from dlrm_bench.bench.report.rounding import milliseconds, times, with_interval
 from dlrm_bench.bench.report.sources import Family, Sources, find, machine_in_words, read_sources
 from dlrm_bench.dlrm.benchmarks import BENCHMARKS
@@ -125,6 +125,7 @@ def _render(sources: Sources, sections: list[Section], published: list[Picture],
         "machine_in_words": machine_in_words,
         "machines": machines(shown, sources),
         "published": PUBLISHED,
+        "published_caveats": PUBLISHED_CAVEATS,
         "titles": {benchmark.name: benchmark.title for benchmark in BENCHMARKS},
         "milliseconds": milliseconds,
         "times": times,

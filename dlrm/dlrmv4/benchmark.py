@@ -44,5 +44,6 @@ DLRMV4 = Benchmark(
     cadence=cadence,
     sample_sizes=_sample_sizes,
     many_ranks=many_ranks,
+    activation_bytes=work.activation_bytes,
     check_static=check_static,
 )

@@ -149,6 +149,18 @@ def table_bytes(model: ModelConfig, rows: float) -> TableBytes:
     )
 
 
+def activation_bytes(model: ModelConfig, tokens: float, *, recompute: bool, number_bytes: int = 2) -> float:
+    """Returns the bytes that fused layers (fused_stu.py) keep for the backward pass of a batch of this many tokens.
+
+    Each layer keeps its input and its attention, and its projection unless recompute; a last layer for candidates keeps
+    its input, and keys and values unless recompute. number_bytes: of an activation.
+    """
+    numbers = model.layers * (model.width + model.inner + (0 if recompute else 4 * model.inner))
+    if model.last_layer == "candidates":
+        numbers -= model.inner + (0 if recompute else 2 * model.inner)
+    return numbers * tokens * number_bytes
+
+
 def memory_bytes(model: ModelConfig) -> dict[str, int]:
     """Returns the bytes of weights and optimizer states over all ranks' tables, and of one rank's dense network: fp32
     weights and gradients, two states of Adam."""

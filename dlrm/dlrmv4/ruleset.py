@@ -38,6 +38,12 @@ published = (
 """MI350X: means over the 20 logs of each batch size in mlcommons/training, recommendation/rcp_logs: the runs behind the
 reference convergence points, not submissions. Their iterations include the first ones, which compile, and they evaluate
 from the first point of the grid on."""
+published_caveats = (
+    "The reference's runs read Yambda's events. Generated listeners have similar histories and repeats, but not its "
+    "events, and their labels are a teacher's.",
+    "Results of the reference on MI350X are means of twenty runs each, made for its convergence points; they are not "
+    "submissions, and their iterations include compilation.",
+)
 REFERENCE_CONVERGENCE = {8192: 69_067_662, 16384: 87_545_173, 32768: 112_903_964}
 """Samples to the target by global batch: the reference convergence points of rcps_dlrmv4.json, means of 20 runs without
 the fastest and the slowest. MLPerf's checker interpolates linearly between points, of which it leaves out the middle

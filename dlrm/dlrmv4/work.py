@@ -120,6 +120,18 @@ def pieces(config: TrainingConfig, world_size: int, cache_bytes: float, sizes: S
     ]
 
 
+def activation_bytes(config: TrainingConfig) -> dict[str, float]:
+    """Returns what benchmark.Benchmark.activation_bytes does, for fused layers."""
+    model = _model(config)
+    mean, size = lengths_of(model, UNMEASURED).mean, 2 if config.precision == "bf16" else 4
+    return {
+        f"with --model.kernels fused{flag} ({mean:,.0f} tokens a sample)": counts.activation_bytes(
+            model, config.local_batch_size * mean, recompute=bool(flag), number_bytes=size
+        )
+        for flag in ("", " --model.recompute-layers")
+    }
+
+
 def _flop(config: TrainingConfig, sizes: SampleSizes) -> counts.Flop:
     model = _model(config)
     return counts.flop_per_sample(

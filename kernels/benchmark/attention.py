@@ -1,7 +1,8 @@
 """Times attention, which is compute-bound: python -m dlrm_bench.kernels.benchmark.attention.
 
 Compares TFLOP/s of the kernels that `silu_attention` chooses on this GPU with its Triton kernels, alternating in one
-run. Operations count attended keys only: two products forward and five backward, even if a kernel recomputes some.
+run, and shows published figures of another machine beside them. Operations count attended keys only: two products
+forward and five backward, even if a kernel recomputes some.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ HEADS, WIDTH = 4, 128  # MLPerf DLRMv4's
 SAMPLES, LONGEST = 128, 4095
 ROUNDS = 15
 _LEAST_US = 4000  # minimum duration of a sample
+PUBLISHED = {("2048", "forward"): 466, ("2048", "backward"): 386, ("4096", "forward"): 508, ("4096", "backward"): 433}
+"""TFLOP/s of CUTLASS kernels on an H100 by length and direction, at these heads, in bf16, of 512 samples: NVIDIA
+recsys-examples, figs/hstu_attn_h100_p10_heatmap.png. Not measured here, nor in one run with ours."""
 
 
 def jagged_lengths(samples: int) -> list[int]:
@@ -114,7 +118,8 @@ def main() -> None:
     """Prints a line for each shape, direction and kernel."""
     shapes = {"2048": [2048] * SAMPLES, "4096": [4096] * SAMPLES, "jagged": jagged_lengths(SAMPLES)}
     print(f"{SAMPLES} samples, {HEADS} heads of {WIDTH}, bf16; medians of {ROUNDS} rounds with 95 % intervals")
-    print(f"{'lengths':8} {'':9} {'kernels':8} {'us':>9} {'':21} {'TFLOP/s':>8} {'times':>6}")
+    print("published: CUTLASS on an H100, 512 samples, NVIDIA recsys-examples; TFLOP/s of another machine and run")
+    print(f"{'lengths':8} {'':9} {'kernels':8} {'us':>9} {'':21} {'TFLOP/s':>8} {'times':>6} {'published':>9}")
     for shape, lengths in shapes.items():
         for direction, (operations, runs) in attention_runs(lengths).items():
             times = time_in_turn(runs, ROUNDS)
@@ -122,9 +127,10 @@ def main() -> None:
                 median, (low, high) = statistics.median(us), median_interval(us)
                 faster = statistics.median(times["triton"]) / median
                 interval = f"({low:.1f} to {high:.1f})"
-                rate = operations / median / 1e6
+                rate, published = operations / median / 1e6, PUBLISHED.get((shape, direction), "")
                 print(
-                    f"{shape:8} {direction:9} {name:8} {median:9.1f} {interval:21} {rate:8.1f} {faster:6.2f}",
+                    f"{shape:8} {direction:9} {name:8} {median:9.1f} {interval:21} {rate:8.1f} {faster:6.2f} "
+                    f"{published:>9}",
                     flush=True,
                 )
 

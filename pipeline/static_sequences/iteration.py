@@ -9,7 +9,7 @@
 A non-finite loss stops every update of its iteration and of all later iterations, on all ranks; a non-finite gradient
 stops the updates of all later iterations: see LossGuard. pipeline/static/CONCURRENCY.md describes streams and their
 safety; its three rules hold here. Rows, gradients and dense weights are used by one iteration at a time; ids and
-batches have two buffers, used in turn.
+batches have two buffers, used in turn. tests/pipeline/static_sequences/test_order.py checks the waits.
 """
 
 from dataclasses import dataclass

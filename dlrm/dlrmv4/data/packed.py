@@ -4,8 +4,10 @@ Neighbouring anchors of a user share nearly all of their histories. The events o
 of time, form a segment; all segments are concatenated. A sample's history consists of the events of its segment before
 `end` and from the first event of their own pool, `first`, on: three pools in one order of time need four numbers per
 sample. The reference sends whole histories as eight-byte numbers: 216 MB for 1,024 samples. With generated users dealt
-among eight ranks, packed batches take 1.8 MB in windows 60 to 75 (2.2 at most), 3.5 in windows 280 to 298 (4.1), and
-6.6 (6.9) in the last window, an hour in which each user has few anchors; a single rank sends 0.4 MB.
+among eight ranks by stride, packed batches take 1.8 MB in windows 60 to 75 (2.2 at most), 3.5 in windows 280 to 298
+(4.1), and 6.8 (7.0) in the last window, an hour in which each user has few anchors: above 6 MB in evaluations alone.
+Four ranks have about half of that, two 0.3 and one 0.15 of it; dealt by user (--data.deal users) no batch has more than
+1.7 MB.
 
 A batch may contain each distinct item once (`by_items`), because its events, of one user and of many, repeat items:
 each event then has the index of its item.

@@ -1,12 +1,16 @@
 """The sizes of the work that is measured. That it can be measured, test_cli.py shows."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from dlrm_bench.bench.limits.ceilings import measure
 from dlrm_bench.bench.presets import preset
+from dlrm_bench.bench.records.limits import ACTIVATIONS, ADAGRAD, ATTENTION, BATCH_COPY, LARGE_PRODUCT
+from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.dcnv2.work import table_work
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
@@ -28,3 +32,28 @@ def test_a_model_without_counted_work_is_refused_with_those_that_have_it() -> No
         ValueError, match="--preset zoo-deepfm: the work of DeepFM is not counted: choose one of smoke, "
     ):
         next(measure(preset("zoo-deepfm"), ranks))
+
+
+def amounts(ranks: Ranks, name: str) -> dict[str, tuple[float, float]]:
+    """Returns amount and time of each ceiling of a preset, without samples."""
+    return {ceiling["name"]: (ceiling["amount"], ceiling["ms"]) for ceiling in measure(preset(name), ranks)}
+
+
+@pytest.mark.parametrize(("name", "optimizer_bytes"), [("smoke", 20), ("smoke-dlrmv4", 28)])
+def test_what_is_not_measured_follows_from_the_benchmarks_work(
+    run_ranks: Callable[..., list[Any]], name: str, optimizer_bytes: int
+) -> None:
+    """optimizer_bytes: Adagrad's and Adam's of a weight, its gradient and states."""
+    (found,) = run_ranks(1, amounts, name)
+    config = preset(name)
+    work = named(config.benchmark).work
+    assert work is not None
+    pieces = {piece.name: piece for piece in work.pieces(config, 1, 0.0)}
+    assert found[ADAGRAD][0] == optimizer_bytes * work.dense_weights(config)
+    assert found[BATCH_COPY][0] == round(pieces["copy of the batch"].pcie)
+    assert found[ACTIVATIONS][0] == pieces["activations kept for the backward"].memory
+    assert (ATTENTION in found) == ("attention" in pieces)
+    if ATTENTION in found:
+        flop, ms = found[ATTENTION]
+        assert flop == pieces["attention"].flop
+        assert flop / ms == pytest.approx(found[LARGE_PRODUCT][0] / found[LARGE_PRODUCT][1])

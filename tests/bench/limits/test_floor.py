@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 
 from dlrm_bench.bench.config import as_json
-from dlrm_bench.bench.limits.floor import caveats_of_floor, check_same_work, limits_table, work_of_kernels, work_table
+from dlrm_bench.bench.limits.floor import (
+    caveats_of_floor,
+    check_same_work,
+    limits_table,
+    work_of_kernels,
+    work_table,
+)
 from dlrm_bench.bench.presets import preset
-from dlrm_bench.bench.records.limits import ADAGRAD, ALL_GATHER, REDUCE_SCATTER
+from dlrm_bench.bench.records.limits import ACTIVATIONS, ADAGRAD, ALL_GATHER, ATTENTION, REDUCE_SCATTER, UPDATE
 from dlrm_bench.bench.records.record import read_record
 from dlrm_bench.bench.records.schema import Kernel, RunRecord
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
@@ -55,6 +61,33 @@ def test_kernels_beside_what_they_could_take(tmp_path: Path) -> None:
     assert table is not None
     assert list(table.columns[4].cells)[3:5] == ["200.0", "not known"]
     assert next(iter(table.columns[5].cells)) == "2.0 x"
+
+
+def test_kernels_of_unpooled_rows_and_attention_have_their_work(tmp_path: Path) -> None:
+    profiled = profiled_with(
+        tmp_path / "profiled",
+        kernel("silu_attention: silu_attention", "dense_forward_backward", 500, calls=2),
+        kernel("last_query_attention: _last_query_forward_kernel", "dense_forward_backward", 100),
+        kernel("gated_norm: _gated_norm_forward_kernel", "dense_forward_backward", 80),
+        kernel("norm: _norm_backward_kernel", "dense_forward_backward", 70),
+        kernel("token_input: _token_input_forward_kernel", "dense_forward_backward", 50),
+        kernel("row_wise_adagrad: _row_wise_adagrad_kernel", "embedding_backward", 60),
+        kernel("distinct_sums: _distinct_sums_kernel", "embedding_backward", 40),
+        kernel("gather_rows: _gather_rows_kernel", "embedding_forward", 90, calls=2),
+        kernel("NCCL AllReduce_Sum_f32_RING_LL", "dense_update", 30),
+        kernel("flat_adam: _flat_adam_kernel", "dense_update", 20),
+    )
+    limits = some_limits()
+    named = ((ATTENTION, 0.3), (ACTIVATIONS, 0.1), (UPDATE, 0.05), (ADAGRAD, 0.01))
+    limits["ceilings"] += [ceiling(name, None, ms) for name, ms in named]
+    assert [(each.name, each.us, each.best_us) for each in work_of_kernels(limits, profiled)] == [
+        ("attention", 600, pytest.approx(300)),
+        ("norms, gates and the tokens' input", 200, pytest.approx(100)),
+        ("table update", 100, pytest.approx(50)),
+        ("table lookup", 90, pytest.approx(300)),
+        ("all-reduce", 30, pytest.approx(800)),
+        ("dense update", 20, pytest.approx(10)),
+    ]
 
 
 def test_no_ceiling_is_claimed_for_work_of_another_size(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_tables_by_rows_are_alike_on_every_rank(capsys: pytest.CaptureFixture[st
         assert f"global batch {1024 * ranks}" in text
         (total,) = re.findall(r"all +293,051,712 +[\d,]+ +([\d.]+) +[\d.]+", text)
         assert float(total) == pytest.approx(tables_gb, rel=1e-3)
+        kept = re.findall(r"([\d.]+) GB of activations .* --model.kernels fused(.*) \(2,082 tokens a sample\)", text)
+        assert kept == [("39.3", ""), ("13.1", " --model.recompute-layers")]
         assert len(re.findall(r"^ +\w+ +[\d,]+ +[\d,]+ +[\d.]+", text, re.MULTILINE)) == 11 + 1
     with pytest.raises(
         ValueError, match=r"150\.3 GB of the [\d.]+ GB that a rank has; use more GPUs or choose --preset"

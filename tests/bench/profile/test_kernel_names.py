@@ -122,6 +122,22 @@ def test_what_the_order_does_not_tell_is_not_guessed() -> None:
     assert stages_of_replay(replay(after_gather))[-1] == "input_dist"
 
 
+def test_all_to_alls_of_unpooled_rows_belong_to_what_writes_their_send_buffer() -> None:
+    kernels = [
+        ("_gather_rows_kernel", 0, 5, 7, "embedding_forward"),
+        ("_rest_of_lists_kernel", 1, 2, 13, "input_dist"),
+        (SEND_RECV, 4, 5, 13, "input_dist"),
+        (SEND_RECV, 5, 5, 7, "embedding_forward"),
+        ("_gather_rows_kernel", 10, 5, 7, "embedding_forward"),
+        ("silu_attention", 15, 5, 7, "dense_forward_backward"),
+        ("_distinct_sums_merge_kernel", 20, 5, 7, "embedding_backward"),
+        (SEND_RECV, 25, 5, 7, "embedding_backward"),
+        ("_row_wise_adagrad_kernel", 30, 5, 7, "embedding_backward"),
+        (SEND_RECV, 35, 5, 7, OTHER),
+    ]
+    assert stages_of_replay(replay(kernels)) == [stage for *_, stage in kernels]
+
+
 def test_without_the_loss_nothing_is_forward_or_backward() -> None:
     rest = [kernel for kernel in GRAPH if kernel[0] != "_logit_loss_backward_kernel"]
     told = dict(zip([(name, start) for name, start, *_ in rest], stages_of_replay(replay(rest)), strict=True))

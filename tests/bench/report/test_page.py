@@ -88,6 +88,14 @@ def test_kernels_without_limits_and_profiled_runs_without_counts(tmp_path: Path)
     assert re.search(r"<td>nvtx</td><td>1.000</td><td>2.000</td>\s*(<td>missing</td>\s*){5}", text)
 
 
+def test_published_results_have_the_caveats_of_their_own_benchmark(tmp_path: Path) -> None:
+    write(tmp_path / "results" / "timed", RUNS[0])
+    text = write_report([tmp_path / "results"], tmp_path / "out").read_text()
+    assert "<li>DLRM-DCNv2: Published runs read the Criteo data set" in text
+    assert "<li>DLRMv4: The reference&#39;s runs read Yambda&#39;s events." in text
+    assert re.search(r"<td>8 x B200</td><td>[^<]*</td><td>8192</td><td>631.70</td><td></td><td></td>", text)
+
+
 def test_a_profiled_run_with_empty_blocks_has_missing_cells(tmp_path: Path) -> None:
     edit(write(tmp_path / "results" / "profiled", RUNS[0], profile=profile()), host={}, gpu={"computing_ms": 1.0})
     text = write_report([tmp_path / "results"], tmp_path / "out").read_text()

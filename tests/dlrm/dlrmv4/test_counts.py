@@ -13,6 +13,7 @@ from dlrm_bench.dlrm.dlrmv4.counts import (
     LATER,
     LONGEST,
     Lengths,
+    activation_bytes,
     dense_weights,
     flop_per_sample,
     lookups_per_sample,
@@ -90,3 +91,11 @@ def test_lookups_of_a_gpus_batch() -> None:
     assert 1024 * lookups_per_sample(BENCHMARK, EARLY) == pytest.approx(6.4e6, rel=0.01)
     assert table_bytes(BENCHMARK, 50_000).lookup == 2 * 50_000 * 2048
     assert table_bytes(BENCHMARK, 50_000).update == 50_000 * (2048 + 2 * 2052)
+
+
+@pytest.mark.parametrize(("recompute", "last_alone", "every"), [(False, 32.7e9, 39.3e9), (True, 10.9e9, 13.1e9)])
+def test_activations_of_a_gpus_batch(recompute: bool, last_alone: float, every: float) -> None:
+    """1,024 samples in bf16: figures of fused_stu.py, whose last layer is for candidates, and of three whole layers."""
+    for last_layer, expected in (("candidates", last_alone), ("all", every)):
+        model = replace(BENCHMARK, last_layer=last_layer)
+        assert activation_bytes(model, 1024 * EARLY.mean, recompute=recompute) == pytest.approx(expected, rel=2e-3)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
+from dlrm_bench.dlrm.dlrmv4.counts import activation_bytes
 from dlrm_bench.dlrm.dlrmv4.stu import StuLayer
 from dlrm_bench.kernels.dense._dropout import Dropout, draw_seed
 from tests.dlrm.dlrmv4.cases import STILL
@@ -67,6 +68,25 @@ def test_recompute_drops_the_same(candidates: bool) -> None:
     )
     for one, other in zip(kept, again, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@CANDIDATES
+@pytest.mark.parametrize("recompute", [False, True])
+def test_keeps_as_many_bytes_as_are_counted(recompute: bool, candidates: bool) -> None:
+    """Of each token; rows of candidates alone count for nothing."""
+    kept = 0
+
+    def keep(saved: Tensor) -> Tensor:
+        nonlocal kept
+        kept += saved.nbytes if len(saved) == 71 else 0
+        return saved
+
+    layer = made_layer(kernels="fused", recompute_layers=recompute)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        for last in (False, candidates):
+            layer(made_tokens(0).requires_grad_(), OFFSETS, 50, last)
+    counted = replace(BASE, layers=2, last_layer="candidates" if candidates else "all")
+    assert kept == activation_bytes(counted, 71, recompute=recompute, number_bytes=4)
 
 
 @pytest.mark.gpu

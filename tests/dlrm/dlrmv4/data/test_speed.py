@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
+from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, generate, smoke_config
 from dlrm_bench.dlrm.dlrmv4.data.speed import SpeedConfig, main, speed
 
 
@@ -19,6 +19,14 @@ def test_counts_batches_until_the_data_end(root):
     assert 30 < found.events <= 63
     assert found.mean_mb <= found.max_mb < 1
     assert found.samples_per_s > 0 < found.cpu_us
+
+
+def test_two_threads_build_5000_samples_of_full_histories_in_a_second(tmp_path):
+    """A fiftieth to a hundredth of what two cores build, so that a busy machine is fast enough too."""
+    generate(GenerateConfig(out=tmp_path, users=200, items=20_000, artists=3_000, albums=7_000, days=10))
+    found = speed(SpeedConfig(directory=tmp_path, local_batch_size=256, reader_threads=2, seconds=2))
+    assert found.events > 2_000
+    assert found.samples_per_s > 5_000
 
 
 def test_stops_when_the_time_is_over(root, capsys):
