@@ -15,6 +15,17 @@ from dlrm_bench.bench.records.record import read_record
 TARGET = 0.58
 
 
+def check_ten_runs(runs: Path, target: float) -> None:
+    """Asserts that ten different runs reached the target."""
+    aucs = []
+    for run in range(10):
+        training = read_record(runs / f"run-{run}").run["training"]
+        assert training is not None
+        aucs.append(training["auc"])
+    assert min(aucs) >= target
+    assert len(set(aucs)) == 10
+
+
 @pytest.mark.slow
 def test_from_raw_days_to_a_score(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -45,13 +56,7 @@ def test_from_raw_days_to_a_score(
 
     assert main(["submission", "score", out]) == 0
     assert "minutes" in capsys.readouterr().out
-    aucs = []
-    for run in range(10):
-        training_of_run = read_record(Path(runs) / f"run-{run}").run["training"]
-        assert training_of_run is not None
-        aucs.append(training_of_run["auc"])
-    assert min(aucs) >= TARGET
-    assert len(set(aucs)) == 10
+    check_ten_runs(Path(runs), TARGET)
 
     (package.results / "result_7.txt").unlink()
     assert main(["submission", "score", out]) == 1
