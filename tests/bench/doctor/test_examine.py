@@ -38,6 +38,7 @@ def examined(
     processes: int = 0,
     gpu: bool = False,
     warmup: int = 3,
+    iterations: int = 5,
     arguments: Sequence[str] = (),
     **more: str,
 ) -> Diagnosis:
@@ -48,7 +49,7 @@ def examined(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, *torchrun, str(script), *arguments]
-    diagnosis, _ = examine(command, folder, warmup, 5, environment=environment)
+    diagnosis, _ = examine(command, folder, warmup, iterations, environment=environment)
     return diagnosis
 
 

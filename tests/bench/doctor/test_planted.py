@@ -175,3 +175,20 @@ def test_the_planted_line_is_named_first_on_a_gpu(name, tmp_path):
         assert rank["calls"]["sync"] >= 1
     if PLANTED[name] == "h2d_copy":
         assert first["copies"]["HtoD pageable"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LONGER)
+def test_a_fault_of_longer_runs_is_named_first_on_a_gpu(name, tmp_path):
+    diagnosis = examined(SCRIPTS / f"{name}.py", tmp_path, gpu=True, iterations=40)
+    assert diagnosis["device"] == "cuda"
+    assert_planted_first(name, diagnosis)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", RANKS)
+def test_a_fault_between_ranks_is_named_first_on_two_gpus(name, tmp_path):
+    # DDP times its first ten iterations for its logger, which waits for events without a line of Python.
+    diagnosis = examined(SCRIPTS / f"{name}.py", tmp_path, processes=2, gpu=True, warmup=12, iterations=10)
+    assert diagnosis["device"] == "cuda"
+    assert_planted_first(name, diagnosis)
