@@ -19,7 +19,7 @@ from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import TableTimes, table_times
 from dlrm_bench.dlrm.tables.plan.plan import Plan
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
-from dlrm_bench.dlrm.tables.plan.sort_shares import saved_by_sharing_us
+from dlrm_bench.dlrm.tables.plan.sort_shares import SavedBySharing
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM
 from dlrm_bench.pipeline.static.options import StaticOptions
 
@@ -111,9 +111,8 @@ def load_of(plan: Plan, topology: Topology, training: TrainingConfig, costs: Gpu
     shards = [plan.of_rank(rank) for rank in ranks]
     held = [{shard.table for shard in own} for own in shards]
     of_nodes = [set().union(*held[first : first + size]) for first in range(0, topology.world_size, size)]
-    alone = [table_times(own, tables, batch, costs, ids) for own in shards]
-    saved = saved_by_sharing_us(shards, topology, tables, batch, costs)
-    times = [replace(each, sort=each.sort - us) for each, us in zip(alone, saved, strict=True)]
+    saved = SavedBySharing(tables, batch, costs).us(shards, topology)
+    times = [table_times(own, tables, batch, costs, ids, us) for own, us in zip(shards, saved, strict=True)]
     own_ids, node_ids = ([sum(tables.hot[t] for t in of) for of in each] for each in (held, of_nodes))
     return Load(
         local_batch_size=training.local_batch_size,

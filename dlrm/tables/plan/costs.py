@@ -11,6 +11,7 @@ from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.id_statistics import UNIFORM, IdStatistics
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank, shards_by_rank
+from dlrm_bench.dlrm.tables.plan.sort_shares import SavedBySharing
 from dlrm_bench.dlrm.tables.tables import Tables
 
 _VECTOR_BYTES = 2
@@ -41,22 +42,21 @@ def table_times(
     global_batch_size: int,
     costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
-    sharers: int = 1,
+    saved_us: float = 0.0,
 ) -> TableTimes:
-    """Returns the predicted times of one rank's kernels. ids: how often they repeat rows. sharers: number of ranks
-    that share the sort, including this one.
+    """Returns the predicted times of one rank's kernels. ids: how often they repeat rows. saved_us: of the sort, as
+    other ranks share it (sort_shares.py).
 
     Optimizers other than exact Adagrad take less, by a similar share on every rank. A rank that holds part of a table's
     rows first picks its ids from the ids of all its tables.
     """
     parts = [shard_times(shard, tables, global_batch_size, costs, ids) for shard in shards]
-    saved = sum(shared_sort_us(shard.table, tables, global_batch_size, costs) for shard in shards) * (1 - 1 / sharers)
     picking = 0.0
     if any(shard.row_parts > 1 for shard in shards):
         picking = costs.picking_us + sum(picking_us(shard.table, tables, global_batch_size, costs) for shard in shards)
     return TableTimes(
         lookup=costs.lookup_us + sum(part.lookup for part in parts),
-        sort=costs.sort_us + sum(part.sort for part in parts) - saved,
+        sort=costs.sort_us + sum(part.sort for part in parts) - saved_us,
         update=costs.update_us + sum(part.update for part in parts),
         picking=picking,
     )
@@ -90,26 +90,10 @@ def tables_us(
     global_batch_size: int,
     costs: GpuCosts = DEFAULT_COSTS,
     ids: IdStatistics = UNIFORM,
-    sharers: int = 1,
+    saved_us: float = 0.0,
 ) -> float:
     """Returns the sum of `table_times`."""
-    return table_times(shards, tables, global_batch_size, costs, ids, sharers).all
-
-
-def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology, in_tiers: bool = False) -> list[int]:
-    """Returns, for each rank, the number of ranks that share the sort of its ids: all with the same tables, if on one
-    node, as in dlrm/tables/pooled/shared_sort.py with peer memory; only itself if rows are on two tiers."""
-    if in_tiers or topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
-        return [1] * len(by_rank)
-    held = [tuple(sorted(shard.table for shard in own)) for own in by_rank]
-    return [held.count(own) for own in held]
-
-
-def shared_sort_us(table: int, tables: Tables, global_batch_size: int, costs: GpuCosts) -> float:
-    """Returns the predicted microseconds that a rank saves on a table whose ids other ranks sort and send; it then
-    receives eight bytes for each id."""
-    num_ids = global_batch_size * tables.hot[table]
-    return num_ids * (costs.sort_us_per_million_ids / 1e6 - 8 / costs.all_to_all_bytes_per_us)
+    return table_times(shards, tables, global_batch_size, costs, ids, saved_us).all
 
 
 def picking_us(table: int, tables: Tables, global_batch_size: int, costs: GpuCosts) -> float:
@@ -171,10 +155,11 @@ def rank_loads(
     they repeat rows. in_tiers: whether rows are on two tiers of memory (tier_costs.py computes the exchanges)."""
     loads, topology = [], topology or Topology.one_node(plan.world_size)
     by_rank = shards_by_rank(plan.shards, plan.world_size)
-    for shards, sharers in zip(by_rank, sort_sharers(by_rank, topology, in_tiers), strict=True):
+    saved = SavedBySharing(tables, global_batch_size, costs).us(by_rank, topology, in_tiers)
+    for shards, saved_us in zip(by_rank, saved, strict=True):
         table_bytes, state_bytes = bytes_of_rank(shards, plan.replicated, tables, optimizer.state_columns)
         columns = sum(shard.columns for shard in shards)
-        own_us = tables_us(shards, tables, global_batch_size, costs, ids, sharers)
+        own_us = tables_us(shards, tables, global_batch_size, costs, ids, saved_us)
         exchange_us = all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)
         loads.append(
             RankLoad(
@@ -212,8 +197,9 @@ def iteration_us(
     """
     by_rank = shards_by_rank(shards, topology.world_size)
     columns = max(sum(shard.columns for shard in own) for own in by_rank)
+    saved = SavedBySharing(tables, global_batch_size, costs).us(by_rank, topology, in_tiers)
     times = (
-        tables_us(own, tables, global_batch_size, costs, ids, sharers)
-        for own, sharers in zip(by_rank, sort_sharers(by_rank, topology, in_tiers), strict=True)
+        tables_us(own, tables, global_batch_size, costs, ids, saved_us)
+        for own, saved_us in zip(by_rank, saved, strict=True)
     )
     return max(times) + all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS, GpuCosts
 from dlrm_bench.dlrm.runtime.topology import Topology
-from dlrm_bench.dlrm.tables.plan.costs import sort_sharers
 from dlrm_bench.dlrm.tables.plan.plan import Shard
 from dlrm_bench.dlrm.tables.tables import Tables
 
@@ -61,20 +60,44 @@ def _us(ids: Sequence[int], shares: Sequence[Share], costs: GpuCosts) -> list[fl
     ]
 
 
-def saved_by_sharing_us(
-    by_rank: Sequence[Sequence[Shard]], topology: Topology, tables: Tables, global_batch_size: int, costs: GpuCosts
-) -> list[float]:
-    """Returns the predicted microseconds that each rank saves by sharing its sort; 0 if it sorts alone.
+def sort_sharers(by_rank: Sequence[Sequence[Shard]], topology: Topology, in_tiers: bool = False) -> list[int]:
+    """Returns, for each rank, the number of ranks that share the sort of its ids: all with the same tables, if on one
+    node, as in dlrm/tables/pooled/shared_sort.py with peer memory; only itself if rows are on two tiers."""
+    if in_tiers or topology.nodes > 1 or any(shard.row_parts > 1 for own in by_rank for shard in own):
+        return [1] * len(by_rank)
+    held = [_held(own) for own in by_rank]
+    return [held.count(own) for own in held]
 
-    `table_times` with `sharers` takes equal shares, as the planner does.
-    """
-    held = [tuple(shard.table for shard in own) for own in by_rank]
-    saved = []
-    for rank, sharers in enumerate(sort_sharers(by_rank, topology)):
-        if sharers == 1:
-            saved.append(0.0)
-            continue
-        ids = [global_batch_size * tables.hot[table] for table in held[rank]]
-        taken = _us(ids, divide(ids, sharers), costs)[held[:rank].count(held[rank])]
-        saved.append(sum(ids) * costs.sort_us_per_million_ids / 1e6 - taken)
-    return saved
+
+class SavedBySharing:
+    """The predicted time that ranks save by sharing their sorts, remembered for the sets of tables that were asked."""
+
+    def __init__(self, tables: Tables, global_batch_size: int, costs: GpuCosts) -> None:
+        self._tables, self._global_batch_size, self._costs = tables, global_batch_size, costs
+        self._of: dict[tuple[tuple[int, ...], int], list[float]] = {}
+
+    def us(self, by_rank: Sequence[Sequence[Shard]], topology: Topology, in_tiers: bool = False) -> list[float]:
+        """Returns microseconds for each rank; 0 if it sorts alone. in_tiers: as for `sort_sharers`."""
+        held, saved = [_held(own) for own in by_rank], []
+        for rank, sharers in enumerate(sort_sharers(by_rank, topology, in_tiers)):
+            saved.append(self._shared(held[rank], sharers)[held[:rank].count(held[rank])] if sharers > 1 else 0.0)
+        return saved
+
+    def _shared(self, held: tuple[int, ...], sharers: int) -> list[float]:
+        if (held, sharers) not in self._of:
+            ids = [self._global_batch_size * self._tables.hot[table] for table in held]
+            alone = sum(ids) * self._costs.sort_us_per_million_ids / 1e6
+            shares = divide(ids, sharers, self._costs)
+            self._of[held, sharers] = [alone - us for us in _us(ids, shares, self._costs)]
+        return self._of[held, sharers]
+
+
+def most_saved_us(table: int, tables: Tables, global_batch_size: int, costs: GpuCosts) -> float:
+    """Returns the predicted microseconds that a rank saves on a table whose ids another rank sorts and sends; it then
+    receives eight bytes for each id."""
+    num_ids = global_batch_size * tables.hot[table]
+    return num_ids * (costs.sort_us_per_million_ids / 1e6 - _SENT_BYTES / costs.all_to_all_bytes_per_us)
+
+
+def _held(own: Sequence[Shard]) -> tuple[int, ...]:
+    return tuple(sorted(shard.table for shard in own))

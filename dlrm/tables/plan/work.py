@@ -10,10 +10,9 @@ from dlrm_bench.dlrm.tables.plan.costs import (
     imbalance,
     picking_us,
     shard_us,
-    shared_sort_us,
-    sort_sharers,
 )
 from dlrm_bench.dlrm.tables.plan.plan import Shard, shards_by_rank
+from dlrm_bench.dlrm.tables.plan.sort_shares import SavedBySharing, most_saved_us
 from dlrm_bench.dlrm.tables.plan.tier_costs import Exchanges
 from dlrm_bench.dlrm.tables.tables import Tables
 
@@ -51,7 +50,8 @@ class Work:
         self._shard_us: dict[tuple[int, int, int], float] = {}
         self.picking_us = [picking_us(table, *self._sizes) for table in range(tables.count)]
         """Time to find the ids of a table on a rank with parts of its rows, by table."""
-        self._shared_us = [shared_sort_us(table, *self._sizes) for table in range(tables.count)]
+        self._saved = SavedBySharing(*self._sizes)
+        self._most_saved_us = [most_saved_us(table, *self._sizes) for table in range(tables.count)]
         """Time that a rank saves if another rank sorts a table's ids, by table."""
 
     def tables_us(self, shard: Shard) -> float:
@@ -82,18 +82,17 @@ class Work:
         includes the exchanges of rows with host memory if rows are on two tiers."""
         ranks = shards_by_rank(shards, self.world_size)
         columns = max(sum(shard.columns for shard in own) for own in ranks)
-        sharers = sort_sharers(ranks, self._topology, self.exchanges is not None)
-        tables = [self.rank_us(own, n) for own, n in zip(ranks, sharers, strict=True)]
+        saved = self._saved.us(ranks, self._topology, self.exchanges is not None)
+        tables = [self.rank_us(own) - us for own, us in zip(ranks, saved, strict=True)]
         time = max(tables) + self.exchange_us(columns)
         if self.exchanges is not None:
             return beside(time, max(self.exchanges.us(own) for own in ranks))
         imbalanced = any(shard.row_parts > 1 for shard in shards) and imbalance(tables) > _MOST_IMBALANCE
         return _IMBALANCED * time if imbalanced else time
 
-    def rank_us(self, own: Sequence[Shard], sharers: int = 1) -> float:
-        """Returns the cost of a rank's shards without all-to-alls; `sharers` ranks share the sort of their ids."""
+    def rank_us(self, own: Sequence[Shard]) -> float:
+        """Returns the cost of a rank's shards without all-to-alls, if it shares its sort with no other rank."""
         time = sum(self.tables_us(shard) for shard in own)
-        time -= (1 - 1 / sharers) * sum(self._shared_us[shard.table] for shard in own)
         if any(shard.row_parts > 1 for shard in own):
             picked = sum(self.picking_us[shard.table] for shard in own if shard.row_parts == 1)
             time += self._costs.picking_us + picked
@@ -105,7 +104,7 @@ class Work:
         tables = sum(count * self.tables_us(shard) for shard, count in grids)
         if self._topology.nodes == 1 and self.exchanges is None:
             copies = ((shard.table, self.dim // shard.columns) for shard, _ in grids)
-            tables -= sum((ranks - 1) * max(0.0, self._shared_us[table]) for table, ranks in copies)
+            tables -= sum((ranks - 1) * max(0.0, self._most_saved_us[table]) for table, ranks in copies)
         columns = sum(count * shard.columns for shard, count in grids)
         mean = self._costs.tables_us + tables / self.world_size
         return mean + self.exchange_us(columns / self.world_size)

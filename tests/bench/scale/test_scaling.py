@@ -124,7 +124,7 @@ def test_stages_agree_with_a_trace():
 
 
 def test_a_record_is_taken_by_its_own_plan():
-    """Four GPUs of record 40 are pairs with 64 columns, where a planner of today gives all of them all tables."""
+    """Four GPUs of record 40 are pairs with 64 columns, as its planner made them."""
     run = record(f"{P2P}/512-four-gpus").run
     plan = plan_in(run)
     assert plan is not None

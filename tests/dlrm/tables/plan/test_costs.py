@@ -12,7 +12,6 @@ from dlrm_bench.dlrm.tables.plan.costs import (
     iteration_us,
     picking_us,
     rank_loads,
-    sort_sharers,
     table_times,
     tables_us,
 )
@@ -58,21 +57,16 @@ def test_long_runs_of_one_id_take_longer_than_their_bytes():
     assert times.all == pytest.approx(267, rel=0.3)
 
 
-def test_ranks_of_one_node_with_the_same_tables_share_their_sort():
+def test_loads_are_less_by_what_sharing_a_sort_saves():
     halves = [Shard(rank, table, 64 * rank, 64) for rank in range(2) for table in range(2)]
-    node, nodes = Topology.one_node(3), Topology.of(4, 2)
-    by_rank = [halves[:2], halves[2:], [Shard(2, 2, 0, 128)]]
-    assert sort_sharers(by_rank, node) == [2, 2, 1]
-    assert sort_sharers([*by_rank, []], nodes) == [1] * 4
-    parts = [[Shard(rank, 0, 0, 128, rank, 2)] for rank in range(2)]
-    assert sort_sharers(parts, Topology.one_node(2)) == [1, 1]
+    by_rank, node = [halves[:2], halves[2:], [Shard(2, 2, 0, 128)]], Topology.one_node(3)
     model = model_of([10**6] * 3, [10] * 3, dim=128)
-    alone, shared = (tables_us(halves[:2], model, 10000, sharers=sharers) for sharers in (1, 2))
-    received = 8 * 0.2e6 / 2 / DEFAULT_COSTS.all_to_all_bytes_per_us
-    assert alone - shared == pytest.approx(DEFAULT_COSTS.sort_us_per_million_ids * 0.2 / 2 - received)
+    alone, received = tables_us(halves[:2], model, 10000), 8 * 0.2e6 / 2 / DEFAULT_COSTS.all_to_all_bytes_per_us
+    shared = alone - DEFAULT_COSTS.sort_us_per_million_ids * 0.2 / 2 + received
     shards = tuple(sorted(shard for own in by_rank for shard in own))
     loads = rank_loads(Plan(3, shards), model, OptimizerConfig().tables, 10000, 2)
-    assert loads[0].tables_us == loads[1].tables_us == pytest.approx(shared)
+    assert [loads[rank].tables_us for rank in range(2)] == pytest.approx([shared, shared])
+    assert loads[2].tables_us == tables_us(by_rank[2], model, 10000)
     largest = max(load.tables_us for load in loads)
     assert iteration_us(shards, model, node, 10000, 2) == pytest.approx(largest + all_to_alls_us(128, node, 10000, 2))
 

@@ -9,13 +9,23 @@ from dlrm_bench.dlrm.runtime.gpu_types import DEFAULT_COSTS
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.costs import table_times
 from dlrm_bench.dlrm.tables.plan.plan import Shard
-from dlrm_bench.dlrm.tables.plan.sort_shares import Share, divide, saved_by_sharing_us
+from dlrm_bench.dlrm.tables.plan.sort_shares import SavedBySharing, Share, divide, sort_sharers
 
 HOT = MLPERF_MODEL.tables.hot
 
 
 def of(places: Sequence[int], hot: Sequence[int] = HOT) -> int:
     return sum(hot[place] for place in places)
+
+
+def test_ranks_of_one_node_with_the_same_tables_share_their_sort() -> None:
+    halves = [Shard(rank, table, 64 * rank, 64) for rank in range(2) for table in range(2)]
+    by_rank = [halves[:2], halves[2:], [Shard(2, 2, 0, 128)]]
+    assert sort_sharers(by_rank, Topology.one_node(3)) == [2, 2, 1]
+    assert sort_sharers(by_rank, Topology.one_node(3), in_tiers=True) == [1] * 3
+    assert sort_sharers([*by_rank, []], Topology.of(4, 2)) == [1] * 4
+    parts = [[Shard(rank, 0, 0, 128, rank, 2)] for rank in range(2)]
+    assert sort_sharers(parts, Topology.one_node(2)) == [1, 1]
 
 
 def test_every_table_is_sorted_by_one_rank_for_all_or_by_every_rank() -> None:
@@ -49,14 +59,13 @@ def test_no_rank_sends_where_sorting_alone_is_faster() -> None:
 def test_what_sharing_saves_is_that_of_the_ids_sorted_and_sent(ranks, for_all, for_itself):
     tables, samples, columns = MLPERF_MODEL.tables, 512 * ranks, 128 // ranks
     by_rank = [[Shard(rank, table, columns * rank, columns) for table in range(26)] for rank in range(ranks)]
-    saved = saved_by_sharing_us(by_rank, Topology.one_node(ranks), tables, samples, DEFAULT_COSTS)
+    saved = SavedBySharing(tables, samples, DEFAULT_COSTS).us(by_rank, Topology.one_node(ranks))
     spared = (214 - for_all - for_itself) * DEFAULT_COSTS.sort_us_per_million_ids / 1e6
     moved = 8 * for_all * (ranks - 1) / DEFAULT_COSTS.all_to_all_bytes_per_us
     assert min(saved) == pytest.approx(samples * (spared - moved))
     assert min(saved) > 0
-    if ranks == 2:
-        alone, shared = (table_times(by_rank[0], tables, samples, sharers=sharers).sort for sharers in (1, ranks))
-        assert saved == pytest.approx([alone - shared] * 2), "equal shares"
+    times = [table_times(own, tables, samples, saved_us=us) for own, us in zip(by_rank, saved, strict=True)]
+    assert max(each.sort for each in times) < table_times(by_rank[0], tables, samples).sort
 
 
 def test_ranks_that_sort_alone_save_nothing():
@@ -65,4 +74,4 @@ def test_ranks_that_sort_alone_save_nothing():
         ([[Shard(0, 20, 0, 128)], [Shard(1, 21, 0, 128)]], Topology.one_node(2)),
         (halves, Topology.of(2, 1)),
     ):
-        assert saved_by_sharing_us(by_rank, topology, tables, 1024, DEFAULT_COSTS) == [0.0, 0.0]
+        assert SavedBySharing(tables, 1024, DEFAULT_COSTS).us(by_rank, topology) == [0.0, 0.0]
