@@ -11,10 +11,6 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.optim.apply_optimizer_in_backward import (
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,
-)
-from torch.nn.parallel.distributed import _MixedPrecision
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
@@ -36,6 +32,7 @@ from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.pipeline.five_stage.any_models import PLANS, RW, Everything, Plan, Sequence, TwoTower, build
 from tests.pipeline.five_stage.test_dense_run import wrapped
+from tests.pipeline.five_stage.test_graph_obstacles import WRAPPERS, Hooked, InBackward, OfGradients
 from tests.pipeline.five_stage.test_iteration_obstacles import (
     BAGS,
     LENGTHS,
@@ -166,25 +163,6 @@ class Shared(Processed):
         self.weights = next(self.processed._feature_processors.parameters())
 
 
-class Hooked(TwoTower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.item.mlp.register_forward_hook(lambda *_: None)
-
-
-class OfGradients(TwoTower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.user.mlp[0].bias.register_hook(lambda grad: grad)
-
-
-class InBackward(TwoTower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Linear(1, 1)
-        apply_optimizer_in_backward(torch.optim.SGD, self.more.parameters(), {"lr": 0.1})
-
-
 def by_rows(index: int, sequence: bool) -> str:
     return RW
 
@@ -203,12 +181,7 @@ def models(ranks: Ranks) -> Iterator[tuple[Any, Any]]:
     ]
     for case in cases:
         yield build(ranks, case[0], case[1], sharders=case[2])
-    wrappers: list[dict[str, Any]] = [
-        {"find_unused_parameters": True, "static_graph": False},
-        {"params_to_ignore": ["user.mlp.2.bias"]},
-        {"ddp_kwargs": {"mixed_precision": _MixedPrecision(param_dtype=torch.float32)}},
-    ]
-    for arguments in wrappers:
+    for arguments in WRAPPERS:
         with wrapped(**arguments):
             yield build(ranks, TwoTower, plain, sharders=trimmed)
     model, optimizer = build(ranks, TwoTower, plain, sharders=trimmed)

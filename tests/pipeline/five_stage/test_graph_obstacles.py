@@ -19,29 +19,40 @@ from tests.pipeline.five_stage.test_dense_run import wrapped
 GPU = torch.device("cuda", 0)
 
 
+class Hooked(TwoTower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user.mlp.register_forward_hook(runs_in_graphs(lambda *_: None))
+        self.item.mlp.register_forward_hook(lambda *_: None)
+
+
+class OfGradients(TwoTower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user.mlp[0].bias.register_hook(lambda grad: grad)
+
+
+class InBackward(TwoTower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(1, 1)
+        apply_optimizer_in_backward(torch.optim.SGD, self.more.parameters(), {"lr": 0.1})
+
+
+WRAPPERS: tuple[dict[str, Any], ...] = (
+    {"find_unused_parameters": True, "static_graph": False},
+    {"params_to_ignore": ["user.mlp.2.bias"]},
+    {"ddp_kwargs": {"mixed_precision": _MixedPrecision(param_dtype=torch.float32)}},
+)
+"""Arguments of DistributedDataParallel's wrapper that no graph follows."""
+
+
 def obstacles(ranks: Ranks) -> list[Any]:
     signal.alarm(600)
 
     def why(model: Any) -> str | None:
         sharded, _ = build(ranks, model, PLANS["mixed"])
         return why_not_graphed(sharded, sharded_modules(sharded), GPU)
-
-    class Hooked(TwoTower):
-        def __init__(self) -> None:
-            super().__init__()
-            self.user.mlp.register_forward_hook(runs_in_graphs(lambda *_: None))
-            self.item.mlp.register_forward_hook(lambda *_: None)
-
-    class OfGradients(TwoTower):
-        def __init__(self) -> None:
-            super().__init__()
-            self.user.mlp[0].bias.register_hook(lambda grad: grad)
-
-    class InBackward(TwoTower):
-        def __init__(self) -> None:
-            super().__init__()
-            self.more = nn.Linear(1, 1)
-            apply_optimizer_in_backward(torch.optim.SGD, self.more.parameters(), {"lr": 0.1})
 
     class Shared(Everything):
         def __init__(self) -> None:
@@ -60,11 +71,7 @@ def obstacles(ranks: Ranks) -> list[Any]:
 def wrappers(ranks: Ranks) -> list[Any]:
     signal.alarm(600)
     said = []
-    for arguments in (
-        {"find_unused_parameters": True, "static_graph": False},
-        {"params_to_ignore": ["user.mlp.2.bias"]},
-        {"ddp_kwargs": {"mixed_precision": _MixedPrecision(param_dtype=torch.float32)}},
-    ):
+    for arguments in WRAPPERS:
         with wrapped(**arguments):
             sharded, _ = build(ranks, TwoTower, PLANS["TW"])
         said.append(why_not_graphed(sharded, sharded_modules(sharded), GPU))
