@@ -28,7 +28,7 @@ from dlrm_bench.bench.scale.scaling import (
 from dlrm_bench.bench.scale.unpooled import UnpooledPoint, UnpooledScaling, fit_unpooled, is_unpooled
 from dlrm_bench.bench.scale.unpooled_tables import points_table, published_table
 from dlrm_bench.bench.scale.work import System
-from dlrm_bench.dlrm.runtime.gpu_types import H100_STATED, H200, costs_of
+from dlrm_bench.dlrm.runtime.gpu_types import H100, H200, costs_of
 from dlrm_bench.dlrm.runtime.topology import NETWORKS, Network, Topology
 
 # The published TorchRec work of 2024, on 16 DGX H100.
@@ -217,7 +217,7 @@ def _published(scalings: Sequence[Scaling | UnpooledScaling], network: Network) 
         topology = Topology.of(int(gpus), 8, network)
         # The factor on the GPU's work belongs to one batch size, so the nearest batch size is taken.
         nearest = min(of_static, key=lambda s: abs(s.training.local_batch_size - batch / topology.world_size))
-        scaling = replace(nearest, system=System(limits=nearest.system.limits, costs=H100_STATED))
+        scaling = replace(nearest, system=System(limits=nearest.system.limits, costs=H100.costs))
         steady = scaling.point(topology, batch // topology.world_size).steady
         table.add_row(system, program, str(batch), f"{ms:.2f}", f"{steady.iteration_us / 1e3:.2f}", steady.bound_by)
     return table

@@ -140,7 +140,7 @@ H200 = GpuType(
 
 # Stated, not measured: by the data sheets an H100 differs from an H200 in memory rate, 3.35
 # versus 4.8 TB/s, and in memory size; multiprocessors and NVLink are the same.
-H100_STATED = replace(
+_H100_COSTS = replace(
     H200.costs.at_memory_rate(
         H200.costs.memory_bytes_per_us * 3.35 / 4.8,
         "NVIDIA H100 80GB HBM3, stated: an H200's by the memory rates of the data sheets",
@@ -157,7 +157,7 @@ H100 = GpuType(
         cache=50e6,
         source="rates of NVIDIA H200, and by the data sheets the memory rate and cache of NVIDIA H100",
     ),
-    costs=H100_STATED,
+    costs=_H100_COSTS,
 )
 
 _KNOWN = {gpu.name: gpu for gpu in (H200, H100)}

@@ -155,11 +155,10 @@ def rank_loads(
     they repeat rows. in_tiers: whether rows are on two tiers of memory (tier_costs.py computes the exchanges)."""
     loads, topology = [], topology or Topology.one_node(plan.world_size)
     by_rank = shards_by_rank(plan.shards, plan.world_size)
-    saved = SavedBySharing(tables, global_batch_size, costs).us(by_rank, topology, in_tiers)
-    for shards, saved_us in zip(by_rank, saved, strict=True):
+    times = _ranks_us(by_rank, tables, topology, global_batch_size, costs, ids, in_tiers)
+    for shards, own_us in zip(by_rank, times, strict=True):
         table_bytes, state_bytes = bytes_of_rank(shards, plan.replicated, tables, optimizer.state_columns)
         columns = sum(shard.columns for shard in shards)
-        own_us = tables_us(shards, tables, global_batch_size, costs, ids, saved_us)
         exchange_us = all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)
         loads.append(
             RankLoad(
@@ -197,9 +196,19 @@ def iteration_us(
     """
     by_rank = shards_by_rank(shards, topology.world_size)
     columns = max(sum(shard.columns for shard in own) for own in by_rank)
-    saved = SavedBySharing(tables, global_batch_size, costs).us(by_rank, topology, in_tiers)
-    times = (
-        tables_us(own, tables, global_batch_size, costs, ids, saved_us)
-        for own, saved_us in zip(by_rank, saved, strict=True)
-    )
+    times = _ranks_us(by_rank, tables, topology, global_batch_size, costs, ids, in_tiers)
     return max(times) + all_to_alls_us(columns, topology, global_batch_size, pooled_bytes, costs)
+
+
+def _ranks_us(
+    by_rank: Sequence[Sequence[Shard]],
+    tables: Tables,
+    topology: Topology,
+    global_batch_size: int,
+    costs: GpuCosts,
+    ids: IdStatistics,
+    in_tiers: bool,
+) -> list[float]:
+    """Returns each rank's `tables_us`, where ranks share their sorts."""
+    saved = SavedBySharing(tables, global_batch_size, costs).us(by_rank, topology, in_tiers)
+    return [tables_us(own, tables, global_batch_size, costs, ids, us) for own, us in zip(by_rank, saved, strict=True)]

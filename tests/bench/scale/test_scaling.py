@@ -14,7 +14,7 @@ from dlrm_bench.bench.scale.scaling import IDEAL, Scaling, fit, kind_of, period_
 from dlrm_bench.bench.scale.simulation import simulate
 from dlrm_bench.bench.scale.work import System, plan_on
 from dlrm_bench.dlrm.benchmarks import restored
-from dlrm_bench.dlrm.runtime.gpu_types import H100_STATED, H200
+from dlrm_bench.dlrm.runtime.gpu_types import H100, H200
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
 from dlrm_bench.dlrm.runtime.topology import P2P as P2P_NETWORK
 from dlrm_bench.pipeline.static.options import StaticOptions
@@ -94,7 +94,7 @@ def test_the_known_errors_are_those_of_the_records():
         assert -0.075 < off(scaling, "6912-p2p", INFINIBAND_400G)[0] < -0.055
         assert -0.125 < off(scaling, "6912-p2p", P2P_NETWORK)[0] < -0.095
     said = fitted("27-2xh200-512-a-gpu-shared-sort/last/00")
-    h100 = replace(said, system=System(limits=said.system.limits, costs=H100_STATED))
+    h100 = replace(said, system=System(limits=said.system.limits, costs=H100.costs))
     on = [(Topology.of(gpus, 8), 135168 // gpus) for gpus in (64, 128)]
     model = [h100.steady(h100.load(topology, batch), topology).iteration_us / 1e3 for topology, batch in on]
     assert model == pytest.approx([1.31, 1.32], abs=0.006)
