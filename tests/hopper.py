@@ -1,11 +1,11 @@
 """Compiles the kernels for Hopper GPUs where there is none: TRITON_INTERPRET=0 python -m tests.hopper.
 
 The interpreter that runs Triton kernels on CPUs takes much that the compiler refuses, and nothing there runs CUDA C++.
-Here the kernels' benchmark goes through all of its cases, at its own sizes, and DeviceRecMetrics prepares a launch;
-each launch compiles its kernel, Triton's to PTX, and runs nothing. The last line printed is JSON: the names of all
-Triton kernels, the compiler's first message about each that does not compile, the bytes of shared memory that each
-needs at most, and the first message about each CUDA source. Run it in a process of its own, with a TRITON_CACHE_DIR of
-its own: what it leaves there cannot be launched.
+Here the kernels' benchmark goes through all of its cases, at its own sizes, DeviceRecMetrics prepares a launch, and the
+drop-in exchanges; each launch compiles its kernel, Triton's to PTX, and runs nothing. The last line printed is JSON:
+the names of all Triton kernels, the compiler's first message about each that does not compile, the bytes of shared
+memory that each needs at most, and the first message about each CUDA source. Run it in a process of its own, with a
+TRITON_CACHE_DIR of its own: what it leaves there cannot be launched.
 """
 
 import contextlib
@@ -32,6 +32,13 @@ from dlrm_bench.kernels.benchmark.__main__ import CASES
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
 from dlrm_bench.pipeline.device_metrics.state import empty_state, scratch_of
 from dlrm_bench.pipeline.device_metrics.triton_update import Launch
+from dlrm_bench.pipeline.five_stage.peers.push import (
+    Block,
+    PushTable,
+    RankBuffers,
+    triton_push,
+    triton_sum_of_ranks,
+)
 from tests.pipeline.device_metrics.made_metrics import WINDOWS, config, made, tasks
 
 _LARGE = 1 << 18
@@ -168,6 +175,17 @@ def launch_update() -> None:
     Launch(layout, empty_state(layout), scratch_of(layout), range(2), [256] * 2, [1] * 6, [torch.float32] * 6)
 
 
+def launch_exchange() -> None:
+    """Pushes rows of every alignment to two ranks, and adds up what came."""
+    outs = RankBuffers([torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(2)], 0)
+    for columns, dtype in ((64, torch.float32), (2, torch.int32), (1, torch.int32), (1, torch.int16), (1, torch.int8)):
+        source = torch.zeros(8192, dtype=dtype)
+        blocks = [Block(0, columns, 0, columns, 32, columns)] * 2
+        triton_push(source, PushTable(blocks, source.itemsize, 16, torch.device("cpu")), outs)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        triton_sum_of_ranks(torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 0.5)
+
+
 def kernels() -> list[str]:
     """Returns the names of all kernels of the modules that are imported."""
     modules = {name: vars(module) for name, module in sys.modules.items() if name.startswith("dlrm_bench.")}
@@ -182,6 +200,7 @@ def kernels() -> list[str]:
 if __name__ == "__main__":
     launches = Launches()
     launch_update()
+    launch_exchange()
     launch_benchmark()
     of_triton = {"kernels": kernels(), "errors": launches.errors, "shared_bytes": launches.shared_bytes}
     print(json.dumps(of_triton | {"sources": compile_sources()}))

@@ -79,16 +79,20 @@ class Recorder(TorchDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> Recorder:
-        for owner, name, recorded in (
+        for owner, name, recorded in self._recorded():
+            self._patches.enter_context(patch.object(owner, name, recorded(getattr(owner, name))))
+        super().__enter__()
+        return self
+
+    def _recorded(self) -> Sequence[tuple[type, str, Callable[..., Any]]]:
+        """Methods that are recorded, and what takes their places."""
+        return (
             (PeerMemory, "zeros", self._zeros),
             (PeerMemory, "barrier", self._barrier),
             (IterationStreams, "beside", self._beside),
             (IterationStreams, "on", self._on),
             (IterationStreams, "join", self._join),
-        ):
-            self._patches.enter_context(patch.object(owner, name, recorded(getattr(owner, name))))
-        super().__enter__()
-        return self
+        )
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

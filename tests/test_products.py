@@ -97,11 +97,12 @@ def test_a_product_installs_every_file_under_its_own_name(alone, tmp_path, produ
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_product_names_what_it_imports(product):
-    """Every package that it imports is declared, but for torch and TorchRec, which are there under whatever name."""
+    """Every package that it imports is declared, but for torch, with its Triton, and TorchRec, which are there under
+    whatever name."""
     names = {name.split(".")[0] for path in files_of(product) for name in imported(ast.parse(path.read_text()))}
     third_party = {name for name in names if name} - sys.stdlib_module_names
     declared = {dependency.partition(">")[0] for dependency in project(product)["dependencies"]}
-    theirs = {"torch", "torchrec", "fbgemm_gpu", "sitecustomize"}
+    theirs = {"torch", "triton", "torchrec", "fbgemm_gpu", "sitecustomize"}
     assert {DISTRIBUTION_OF.get(name, name) for name in third_party} - theirs == declared
 
 

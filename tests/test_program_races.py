@@ -126,4 +126,4 @@ def _numbered_too_soon(
 def test_a_number_that_a_kernel_writes_too_soon_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_moves, "_mark_kernel", _numbered_too_soon)
     with pytest.raises(AssertionError, match=r"_numbered_too_soon: programs . and . race: (load, store|store, load)"):
-        PlanMoves(batch_of(400, 50, 0), new_state(400, 150, 50, 3), new_moves(40)).triton(block=16)
+        PlanMoves([batch_of(400, 50, 0)], new_state(400, [(400, 150, 50)], 3), new_moves([40])).triton(block=16)

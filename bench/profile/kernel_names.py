@@ -48,8 +48,9 @@ _SORT = re.compile(r"RadixSort|linearize_index|DeviceRle|RunLength|DeviceCompact
 _ALL_TO_ALL = re.compile(r"SendRecv|all_?to_?all", re.I)
 _TABLE_UPDATE = re.compile(r"^(_sorted_adagrad_kernel|sorted_adagrad)$|embedding\w*_(backward|grad)")
 _TABLE_LOOKUP = re.compile(r"^_pooled_lookup_kernel$|embedding\w*_forward")
-_BEFORE_BARRIERS = ("_push_segments_kernel", "_pooled_lookup_kernel", "_push_columns_kernel")
-"""Kernels that write to other ranks' memory, after which a barrier publishes the writes."""
+_BEFORE_BARRIERS = ("_push_segments_kernel", "_pooled_lookup_kernel", "_push_columns_kernel", "_push_to_ranks_kernel")
+"""Kernels that write to other ranks' memory, after which a barrier publishes the writes. The last one is the drop-in's,
+of ids, pooled vectors and gradients, and has no stage of its own."""
 _BEFORE_ALL_TO_ALLS = (
     "_rest_of_lists_kernel",
     "_gather_rows_kernel",

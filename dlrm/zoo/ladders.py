@@ -44,6 +44,11 @@ _WHOLE = Rung(
     (),
     "All other launches: one graph holds the iteration, with the input dist of the next batch and both updates.",
 )
+_PEERS = Rung(
+    "iteration-graph-peer",
+    (),
+    "NCCL's collectives in the graph, and the copies around them: kernels write into the memory of the other GPUs.",
+)
 _MAIN = ("stock", "pinned-d2h", "dense-graph", "trim-input-dist", "graph-dists")
 
 
@@ -52,7 +57,8 @@ def ladders(for_graphs: tuple[str, ...] = (), whole: str | None = None) -> Mappi
 
     for_graphs: flags that a model's data need from the first rung with graphs on. whole: the choice of --cuda-graph at
     the end of `main` and `ends`, if a graph can, or may, hold the model's iteration. full: all switches, one more per
-    rung; main: those with the largest effect; ends: stock and the best of `main`; same: one rung twice (A/A).
+    rung; main: those with the largest effect; ends: stock and the best of `main`; exchange: such a graph with
+    collectives and with peer memory; same: one rung twice (A/A).
     """
     rungs, flags = [_STOCK], tuple[str, ...]()
     for name, more, note in _STEPS:
@@ -61,8 +67,10 @@ def ladders(for_graphs: tuple[str, ...] = (), whole: str | None = None) -> Mappi
     full = tuple(rungs)
     main = tuple(rung for rung in full if rung.name in _MAIN)
     ends: tuple[Rung, ...] = (main[0], main[-1])
+    of_graphs: dict[str, tuple[Rung, ...]] = {}
     if whole is not None:
         rung = replace(_WHOLE, flags=(*main[-1].flags, "--cuda-graph", whole))
         main, ends = (*main, rung), (*ends, rung)
+        of_graphs["exchange"] = (rung, replace(_PEERS, flags=(*rung.flags, "--peer-memory")))
     same = (Rung("same-a", main[-1].flags), Rung("same-b", main[-1].flags, "Nothing: the same thing again."))
-    return {"full": full, "main": main, "ends": ends, "same": same, "stock": (_STOCK,)}
+    return {"full": full, "main": main, "ends": ends, **of_graphs, "same": same, "stock": (_STOCK,)}

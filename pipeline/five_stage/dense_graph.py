@@ -24,7 +24,7 @@ from .embedding_outputs import EmbeddingOutputs, Lookups
 from .frozen import FrozenModel, TrainedParameters
 from .gradients import FlatGradients
 from .graph_memory import GraphMemory, input_bytes
-from .graph_obstacles import LateHooks
+from .graph_obstacles import LateHooks, marked_hooks
 from .graph_pool import WARM_UP, GraphPool, Plan
 from .groups import group_timeout, lend_group
 from .padding import why_padding_matters
@@ -105,6 +105,11 @@ class DenseGraph:
     def captured(self) -> bool:
         """Whether batches are replayed."""
         return len(self._pool) > 0
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the model may launch collectives of its own, as its first batch has shown."""
+        return self._runs.collectives is not None or any(True for _ in marked_hooks(self._model))
 
     @property
     def why_eager(self) -> str | None:

@@ -1,10 +1,14 @@
 """The gradients of the dense part in flat buffers, and their mean over the ranks."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .peers.exchanges import Peers
 
 _ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
 
@@ -59,9 +63,11 @@ class FlatGradients:
                     self.views[i].copy_(grad)
                     self.used[i] = True
 
-    def mean(self) -> None:
-        """Computes DDP's average: divides, then sums. NCCL does both in one pass. Collective."""
-        for flat in self.flat if self._group.size() > 1 else ():
+    def mean(self, peers: "Peers | None" = None) -> None:
+        """Computes DDP's average: divides, then sums. NCCL does both in one pass. peers: do so in place of NCCL, as far
+        as they can. Collective."""
+        left = self.flat if peers is None else peers.mean(self.flat)
+        for flat in left if self._group.size() > 1 else ():
             if self._device.type == "cuda":
                 dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
             else:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def group_timeout() -> timedelta | None:
@@ -51,6 +53,13 @@ def give_back(*groups: dist.ProcessGroup | None) -> None:
 
 def _exists(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
+
+
+def of_all_ranks(own: T, group: dist.ProcessGroup) -> list[T]:
+    """Returns what each rank gives, in rank order; anything that can be pickled. Collective."""
+    everyone = [own] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

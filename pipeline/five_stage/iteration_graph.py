@@ -19,8 +19,9 @@ capture, the graphs' work runs eagerly on the capture stream and trains.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from .cuda_graph import destroy, record
 from .dense_graph import DenseGraph
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .feature_processors import FeatureProcessors
+from .groups import of_all_ranks
 from .in_flight import InFlight
 from .input_dist import Distribution, InputDist
 from .iteration_memory import IterationMemory
@@ -44,6 +46,7 @@ from .iteration_obstacles import lookup_kernels, why_no_iteration_of
 from .iteration_pairs import MOST_FORMS, Pair, Pairs
 from .iteration_slots import TURNS, FormMemory, fields_of
 from .overflows import Overflows
+from .peers.exchanges import Peers
 from .replicated_tables import ReplicatedTables, leaves_of_now
 from .step_graph import WARM_UP
 from .streams import StageStreams, stage
@@ -51,7 +54,6 @@ from .table_rates import TableRates
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 FIRST = reasons.FIRST(count=WARM_UP)
 STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
 UPDATE = ("all-reduce of dense gradients", "dense update")
@@ -76,12 +78,15 @@ class IterationGraph:
         streams: StageStreams,
         device: torch.device,
         group: dist.ProcessGroup,
+        peer_memory: bool,
     ) -> None:
         """dense: the dense part of the whole model, without separate graphs, including processors and replicated
-        tables. group: process group of all ranks."""
+        tables. group: process group of all ranks. peer_memory: exchange through it; see Peers. Collective then."""
         self._dense, self._processors, self._replicated = dense, processors, replicated
         self._input_dists, self._lookups = input_dists, lookups
         self._streams, self._device, self._group = streams, device, group
+        self._peers = Peers(lookups.called, device, group, lambda: dense.exchanges) if peer_memory else None
+        self._exchanging: Callable[[int], Any] = nullcontext if self._peers is None else self._peers.at
         self._update = CapturedUpdate(optimizer, dense.parameters)
         self._kernels = [kernel for _, kernel in lookup_kernels(lookups.called)]
         self._rates = TableRates(self._kernels)
@@ -114,7 +119,7 @@ class IterationGraph:
 
     def describe(self) -> dict[str, Any]:
         """Returns what the graph holds, how often it was captured and replayed, and what ran without it."""
-        stages = [*STAGES, *(UPDATE if self.updates else ())]
+        stages = [*STAGES, *(UPDATE if self.updates else ())] if self.replays else []
         counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
         more: dict[str, Any] = {"follows_table_rates": self._rates.followed}
         if self._forms is not None and self._forms.several:
@@ -123,8 +128,9 @@ class IterationGraph:
         if self._overflows.possible:
             more["row_capacities"] = self._capacities
             nbytes["row_capacities"] += self._overflows.nbytes
-        eager = dict(self._eager)
-        return {"in_graph": stages if self.replays else [], **counts, "eager": eager, **more, "bytes": nbytes}
+        if self._peers is not None:
+            more["peer_memory"], nbytes["peer_memory"] = self._peers.describe(), self._peers.nbytes
+        return {"in_graph": stages, **counts, "eager": dict(self._eager), **more, "bytes": nbytes}
 
     # Batches
 
@@ -223,7 +229,7 @@ class IterationGraph:
             other.staging[turn].hold(brought)
         graphs = self._pairs.graphs.get(pair)
         if graphs is None:
-            self._prepare()
+            self._update.prepare()
         self._update.before_replay()
         if graphs is None:
             output = self._rehearse(turn, pair)
@@ -264,15 +270,11 @@ class IterationGraph:
 
     def _rehearse(self, turn: int, pair: Pair) -> Any:
         """Runs the work to be captured, on the capture stream, which trains; returns the model's output."""
-        with self._streams.on("iteration", after=self._streams.mark()):
+        with self._streams.on("iteration", after=self._streams.mark()), self._exchanging(turn):
             output = self._work(turn, pair)
         self._streams.wait(self._streams.mark("iteration"))
         self._pairs.rehearsed(pair)
         return output
-
-    def _prepare(self) -> None:
-        if self.updates:
-            self._update.prepare()
 
     def _work(self, turn: int, pair: Pair) -> Any:
         """All launches of an iteration, in which nothing is read by the host; returns the model's output."""
@@ -310,7 +312,7 @@ class IterationGraph:
     def _dense_update(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
         with self._streams.on("dense_update", after):
             with stage("dense_forward_backward", self._device):
-                self._dense.gradients.mean()
+                self._dense.gradients.mean(self._peers)
                 self._dense.gradients.publish()
             with stage("dense_update", self._device):
                 self._update.step()
@@ -323,7 +325,7 @@ class IterationGraph:
         capture it or none does, and each says why. Later captures are not collective, because a rank without tables may
         have no reason for one: RuntimeError if they fail."""
         self._make_room_for(pair)
-        self._prepare()
+        self._update.prepare()
         self._dense.before_capture()
         torch.clear_autocast_cache()  # replays would read an earlier cast's memory, with its present values, forever
         error: str | None = None
@@ -349,7 +351,7 @@ class IterationGraph:
             if error is not None:
                 raise RuntimeError(f"an iteration that was captured before cannot be captured again: {error}")
             return
-        everyone = self._of_all_ranks((error, bool(self._kernels)))
+        everyone = of_all_ranks((error, bool(self._kernels)), self._group)
         self._rates.on_all_ranks = all(has_kernels for _, has_kernels in everyone)
         failed = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(everyone) if why is not None]
         if failed:
@@ -363,15 +365,10 @@ class IterationGraph:
         ones that are captured before. Collective for a pair's first capture."""
         fits = self.memory.before_capture(self.memory.size(pair))
         if self._pairs.is_new(pair):
-            if not all(self._of_all_ranks(fits)):
+            if not all(of_all_ranks(fits, self._group)):
                 self.make_room()
         elif not fits:
             self._drop()
-
-    def _of_all_ranks(self, own: T) -> list[T]:
-        everyone = [own] * self._group.size()
-        dist.all_gather_object(everyone, own, group=self._group)
-        return everyone
 
     def _record(self, pair: Pair, keep: bool) -> None:
         if self._pool is None and self._device.type == "cuda":
@@ -384,7 +381,8 @@ class IterationGraph:
                 graphs.append(record(work, pool=self._pool, stream=on, keep=keep))
 
     def _launch(self, outputs: list[Any], turn: int, pair: Pair) -> None:
-        outputs[turn] = self._work(turn, pair)
+        with self._exchanging(turn):
+            outputs[turn] = self._work(turn, pair)
 
     def _drop(self) -> None:
         graphs = self._pairs.clear()
@@ -398,3 +396,5 @@ class IterationGraph:
     def close(self) -> None:
         """Destroys the graphs."""
         self._drop()
+        if self._peers is not None:
+            self._peers.close()

@@ -9,6 +9,7 @@ _ALLOWED = {
     "pinned_d2h": (False, True),
     "cuda_graph": ("none", "dense", "iteration", "iteration-or-dense"),
     "launch_threads": (1, 2),
+    "peer_memory": (False, True),
     "uneven_end": ("error", "stop", "ignore"),
 }
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -45,6 +46,11 @@ class HostSwitches:
     the fused tables' learning rate. A sharder with its own input dist must give it a separate communicator.
     """
 
+    peer_memory: bool = False
+    """In graphs of whole iterations, on one machine: exchange ids, pooled vectors and gradients by kernels that write
+    into the memory of the other GPUs, in place of NCCL's collectives and the copies around them; see Peers. Of two
+    ranks the results are the same bits. What cannot go that way stays NCCL's, and `describe()` says why."""
+
     @property
     def graphs_iterations(self) -> bool:
         """Whether whole iterations are to be replayed."""
@@ -74,6 +80,11 @@ class FiveStageOptions(HostSwitches):
         if self.graphs_iterations and self.launch_threads == 2:
             raise ValueError(
                 f"FiveStageOptions(cuda_graph={self.cuda_graph!r}) replays whole iterations: set launch_threads=1"
+            )
+        if self.peer_memory and not self.graphs_iterations:
+            raise ValueError(
+                f"FiveStageOptions(peer_memory=True) is for graphs of whole iterations, not for cuda_graph="
+                f"{self.cuda_graph!r}: set cuda_graph='iteration', or leave peer_memory out"
             )
 
 

@@ -73,7 +73,7 @@ class FiveStagePipeline(Generic[In, Out]):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._model, self._optimizer, self._device, self._options = model, optimizer, device, options
-        self._switches = Switches()
+        self._switches = Switches(options)
         self._modules = sharded_modules(model)
         self._lookups: Lookups | None = None
         self._streams = StageStreams(device, records=not options.avoid_record_streams)
@@ -100,6 +100,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._not_whole: str | None = None
         if self._whole and (why := why_no_iteration(self._modules)) is not None:
             self._no_iteration(why)
+        self._peer_memory = self._whole and self._switches.peers(model._env.process_group, device)
         self._replicated = ReplicatedTables(self._modules if self._whole else ())
         self._caches = CachedTables(self._modules, model._env.process_group, device)
         self._fetched: torch.cuda.Event | None = None
@@ -364,21 +365,21 @@ class FiveStagePipeline(Generic[In, Out]):
             assert self._graph is not None
             dense, group = self._graph, self._model._env.process_group
             parts = (dense, self._processors, self._replicated, self._optimizer, self._input_dists, self._lookups)
-            self._by_graph = self._incoming.graph = IterationGraph(*parts, self._streams, self._device, group)
+            rest = (self._streams, self._device, group, self._peer_memory)
+            self._by_graph = self._incoming.graph = IterationGraph(*parts, *rest)
             if (why := self._by_graph.begin(first.batch, first.features)) is not None:
                 self._no_iteration(why)
 
     # Switches that are off
 
     def _say_what_is_off(self) -> None:
-        options = self._options
-        self._switches.on_host(options, self._device)
+        self._switches.on_host(self._device)
         not_graphed = why_not_graphed(self._model, self._modules, self._device)
-        if options.cuda_graph != "none" and not_graphed is not None:
-            if options.cuda_graph == "iteration" and self._device.type == "cuda":
+        if self._options.cuda_graph != "none" and not_graphed is not None:
+            if self._options.cuda_graph == "iteration" and self._device.type == "cuda":
                 raise ValueError(refusal(not_graphed))
             self._switches.switch_off("cuda_graph", not_graphed)
-        if options.launch_threads == 2 and not self._update_on_thread:
+        if self._options.launch_threads == 2 and not self._update_on_thread:
             self._switches.half_a_thread(self._update_last)
 
     def _no_iteration(self, why: str) -> None:
@@ -391,8 +392,7 @@ class FiveStagePipeline(Generic[In, Out]):
         if self._graph is not None:
             self._graph.capture_alone()
             self._graph_update()
-        self._not_whole = f"for whole iterations, and on for the dense part: {why}"
-        self._switches.warn("cuda_graph is off %s", self._not_whole)
+        self._not_whole = self._switches.no_iteration(why)
 
     def _graph_update(self) -> None:
         assert self._graph is not None

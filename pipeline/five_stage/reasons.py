@@ -141,6 +141,26 @@ OVERFLOW = Reason(
 )
 SCALED = Reason("a gradient scaler leaves the scaling to the optimizer")
 
+# Exchanges through peer memory
+
+PEERS_ALONE = Reason("a single rank exchanges nothing")
+PEERS_NO_GRAPH = Reason("only graphs of whole iterations exchange through peer memory, and there is none")
+PEERS_APART = Reason("the ranks are on {hosts} machines, and GPUs access the memory of GPUs of their own machine only")
+PEERS_UNSEEN = Reason(
+    "the ranks do not see the same GPUs, or do not use one each: give all processes of a machine the same "
+    "CUDA_VISIBLE_DEVICES, and each a GPU"
+)
+PEERS_NO_ACCESS = Reason("GPU {one} cannot access the memory of GPU {other}")
+PEERS_NO_TRITON = Reason("rank {rank} has no Triton, whose kernels write to other GPUs: install it as torch pins it")
+PEERS_UNPOOLED = Reason("unpooled vectors are exchanged by TorchRec's own output dist")
+PEERS_QUANTISED = Reason("vectors are sent in a quantised format")
+PEERS_OTHER_DIST = Reason("their {kind} neither copies columns nor adds the terms of all ranks")
+PEERS_DTYPE = Reason("gradients are {dtype}, and the kernel adds fp32, bf16 and fp16")
+PEERS_LARGE = Reason(
+    "{bytes} bytes of gradients are many for {ranks} ranks, each of which would send all of its own to all: "
+    "from {most} on, NCCL sends less"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -183,5 +203,15 @@ SECTIONS = (
         "Iterations",
         "They run eagerly, on all ranks together; `describe()` counts all but the first ones.",
         (FIRST, CHANGED, OTHER_FORM, MANY_FORMS, AUTOCAST, OVERFLOW, SCALED),
+    ),
+    Section(
+        "Exchanges through peer memory",
+        "The switch `peer_memory` is off, on all ranks, and NCCL exchanges everything.",
+        (PEERS_ALONE, PEERS_NO_GRAPH, PEERS_APART, PEERS_UNSEEN, PEERS_NO_ACCESS, PEERS_NO_TRITON),
+    ),
+    Section(
+        "Parts of these exchanges",
+        'NCCL keeps them, within the graph; `describe()["peer_memory"]` names them.',
+        (PEERS_UNPOOLED, PEERS_QUANTISED, PEERS_OTHER_DIST, PEERS_DTYPE, PEERS_LARGE),
     ),
 )

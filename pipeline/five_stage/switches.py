@@ -6,7 +6,9 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from . import reasons
 from .options import FiveStageOptions
+from .peers.memory import why_no_peers
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +16,8 @@ logger = logging.getLogger(__name__)
 class Switches:
     """One pipeline's switches that are off."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: FiveStageOptions) -> None:
+        self._options = options
         self.off: dict[str, str] = {}
         """Reasons by option."""
         self.alike = True
@@ -25,14 +28,33 @@ class Switches:
         if option not in self.off:
             self.off[option] = why
             self.warn("%s is off: %s", option, why)
+        if option == "cuda_graph":
+            self._without_graph()
 
-    def on_host(self, options: FiveStageOptions, device: torch.device) -> None:
+    def no_iteration(self, why: str) -> str:
+        """Records that there is no graph of whole iterations, and logs it; returns a sentence on what there is."""
+        what = f"for whole iterations, and on for the dense part: {why}"
+        self.warn("cuda_graph is off %s", what)
+        self._without_graph()
+        return what
+
+    def _without_graph(self) -> None:
+        if self._options.peer_memory:
+            self.off["peer_memory"] = reasons.PEERS_NO_GRAPH()
+
+    def peers(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Returns whether graphs exchange through peer memory, on all ranks of a group. Collective where requested."""
+        if self._options.peer_memory and (why := why_no_peers(group, device)) is not None:
+            self.switch_off("peer_memory", why)
+        return self._options.peer_memory and "peer_memory" not in self.off
+
+    def on_host(self, device: torch.device) -> None:
         """Switches off options that are useless on a CPU, without logging."""
         if device.type == "cuda":
             return
-        if options.avoid_record_streams:
+        if self._options.avoid_record_streams:
             self.off["avoid_record_streams"] = f"there are no streams on {device}"
-        if options.pinned_d2h:
+        if self._options.pinned_d2h:
             why = f"{device} is the host: splits are exchanged in the same way, but nothing is pinned"
             self.off["pinned_d2h"] = why
 

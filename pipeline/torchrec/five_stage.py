@@ -99,7 +99,7 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
     def _schedule(self, training: bool) -> Any:
         chosen = {field.name: getattr(self._switches, field.name) for field in fields(HostSwitches)}
         if not training:
-            chosen |= {"cuda_graph": "none", "launch_threads": 1}
+            chosen |= {"cuda_graph": "none", "launch_threads": 1, "peer_memory": False}
         options = FiveStageOptions(**chosen, uneven_end="ignore")  # a run gives all ranks the same number of batches
         return FiveStagePipeline(self._model, self._optimizer, self._device, options)
 

@@ -60,12 +60,13 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         env, device = self._env, self._device
         if self._has_mean_pooling_callback:
             raise ValueError("TrimmedEBCSharder does not support mean pooling of row-wise tables: plan them table-wise")
-        self._rank_group = RankGroup(
+        self.rank_group = RankGroup(
             group=own_group(env.process_group),
             rank=env.rank,
             world_size=env.world_size,
             device=torch.device("cpu") if device is None else device,
         )
+        """The ranks among which ids are exchanged."""
         self._multi_hot_sizes, self._validate = multi_hot_sizes, validate
         self._has_uninitialized_input_dist: bool = True
         self._input_keys: list[str] = []
@@ -198,7 +199,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
                 context = EmbeddingShardingContext()
                 if index in in_flight:
                     awaitables.append(FirstWait(in_flight[index], index))
-                    context.batch_size_per_rank = [features.stride()] * self._rank_group.world_size
+                    context.batch_size_per_rank = [features.stride()] * self.rank_group.world_size
                 else:
                     stock_dist, order, order_tensor = self._stock[index]
                     awaitables.append(stock_dist(features.permute(order, order_tensor)))
@@ -218,14 +219,14 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         static, dynamic, others = self._groups()
         self._input_keys = keys
         self._ids_per_sample = self._declared(keys)
-        self._static = StaticDist(static, keys, Sizes(sizes), self._rank_group, self._cuda_graph) if static else None
-        self._dynamic = DynamicDist(dynamic, keys, self._rank_group) if dynamic else None
+        self._static = StaticDist(static, keys, Sizes(sizes), self.rank_group, self._cuda_graph) if static else None
+        self._dynamic = DynamicDist(dynamic, keys, self.rank_group) if dynamic else None
         self._capacity = self._capacity_dist(keys)
         self._stock = {}
         for index in others:
             sharding = self._embedding_shardings[index]
             order = [keys.index(name) for name in sharding.feature_names()]
-            order_tensor = torch.tensor(order, dtype=torch.int32, device=self._rank_group.device)
+            order_tensor = torch.tensor(order, dtype=torch.int32, device=self.rank_group.device)
             self._stock[index] = (sharding.create_input_dist(), order, order_tensor)
         # TorchRec's pipelines look here for the dists whose splits they fuse.
         self._input_dists = [stock_dist for stock_dist, _, _ in self._stock.values()]
@@ -243,7 +244,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
             if not tables or any(table.use_virtual_table or table.total_num_buckets for table in tables):
                 others.append(index)
                 continue
-            alike = [sharding.feature_names()] * self._rank_group.world_size
+            alike = [sharding.feature_names()] * self.rank_group.world_size
             group = Group(
                 index=index,
                 features=sharding.feature_names_per_rank() if kind in _BY_TABLE else alike,
@@ -258,7 +259,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     def _rows_can_go_to_all(self, group: Group, tables: Sequence[Any]) -> bool:
         """Whether ids of weight zero have rows to name, and leave these rows unchanged."""
-        why_not = why_not_split(group.hash_sizes or (), self._rank_group.world_size)
+        why_not = why_not_split(group.hash_sizes or (), self.rank_group.world_size)
         return self._is_on("rows_to_all", why_not or heeds_zeros(table.fused_params for table in tables))
 
     def _row_groups(self) -> list[RowGroup]:
@@ -270,7 +271,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
                 continue
             offset_type = get_embedding_table_offset_type(tables[0].fused_params)
             heeds = heeds_zeros(table.fused_params for table in tables) is not None
-            group = row_group(index, sharding, self._rank_group.world_size, offset_type, named_only=heeds)
+            group = row_group(index, sharding, self.rank_group.world_size, offset_type, named_only=heeds)
             declared = all(name in self._multi_hot_sizes for name in group.features)
             if declared and self._is_on("row_capacity", why_not_split(group.hash_sizes, group.parts)):
                 groups.append(group)
@@ -281,7 +282,7 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
         if not groups or not all(key in self._multi_hot_sizes for key in keys):
             return None
         assert self._row_capacity is not None, "groups with a capacity need row_capacity"
-        return CapacityDist(groups, keys, self.declared, self._rank_group, self._row_capacity)
+        return CapacityDist(groups, keys, self.declared, self.rank_group, self._row_capacity)
 
     def _is_on(self, option: str, why_not: str | None) -> bool:
         if why_not is not None:
@@ -328,9 +329,9 @@ class TrimmedEBC(ShardedEmbeddingBagCollection):
 
     def _raise_on_all_ranks(self, features: KeyedJaggedTensor, problem: str | None) -> None:
         """Raises ValueError if any rank has a problem, another stride or other types. Collective; waits."""
-        found: list[Any] = [None] * self._rank_group.world_size
+        found: list[Any] = [None] * self.rank_group.world_size
         own = features.stride(), str(IdFormat.of(features)), problem
-        dist.all_gather_object(found, own, group=self._rank_group.group)
+        dist.all_gather_object(found, own, group=self.rank_group.group)
         problems = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(found) if text]
         strides, formats = [stride for stride, _, _ in found], [of_rank for _, of_rank, _ in found]
         if len(set(strides)) > 1:

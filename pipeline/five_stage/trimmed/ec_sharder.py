@@ -80,7 +80,8 @@ class TrimmedEC(ShardedEmbeddingCollection):
             return
         device = torch.device("cpu") if self._device is None else self._device
         group = own_group(self._env.process_group)
-        self._rank_group = RankGroup(group=group, rank=self._env.rank, world_size=self._env.world_size, device=device)
+        self.rank_group = RankGroup(group=group, rank=self._env.rank, world_size=self._env.world_size, device=device)
+        """The ranks among which ids are exchanged, if the input dist is trimmed."""
 
     @property
     def declared(self) -> Sizes:
@@ -128,13 +129,13 @@ class TrimmedEC(ShardedEmbeddingCollection):
             if self._static is None:
                 self._input_keys = features.keys()
                 self._static = StaticDist(
-                    self._groups(), self._input_keys, self._sizes, self._rank_group, self._cuda_graph, pooled=False
+                    self._groups(), self._input_keys, self._sizes, self.rank_group, self._cuda_graph, pooled=False
                 )
                 self._has_uninitialized_input_dist = False
             batch = self._static.start(features, kind)
             stride, lengths = features.stride(), features.lengths()
             make = partial(self._lay_out, stride, kind)
-            before = self._before.get((stride, kind, lengths.dtype), self._rank_group.device, make, None)
+            before = self._before.get((stride, kind, lengths.dtype), self.rank_group.device, make, None)
             per_key = lengths.view(len(self._input_keys), stride)
             awaitables: list[Awaitable[Awaitable[KeyedJaggedTensor]]] = []
             for index, of in enumerate(before):
@@ -149,7 +150,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
                     ),
                     input_splits=of.input_splits,
                     output_splits=of.output_splits,
-                    batch_size_per_rank=[stride] * self._rank_group.world_size,
+                    batch_size_per_rank=[stride] * self.rank_group.world_size,
                 )
                 ctx.sharding_contexts.append(context)
                 awaitables.append(FirstWait(batch, index))
@@ -172,7 +173,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
     def _groups(self) -> list[Group]:
         groups = []
         for index, (kind, sharding) in enumerate(self._sharding_type_to_sharding.items()):
-            alike = [sharding.feature_names()] * self._rank_group.world_size
+            alike = [sharding.feature_names()] * self.rank_group.world_size
             groups.append(
                 Group(
                     index=index,
@@ -185,7 +186,7 @@ class TrimmedEC(ShardedEmbeddingCollection):
         return groups
 
     def _lay_out(self, stride: int, kind: int) -> list[_Before]:
-        rank_group, before, keys = self._rank_group, [], self._input_keys
+        rank_group, before, keys = self.rank_group, [], self._input_keys
         ids = partial(self._sizes.ids, stride=stride, kind=kind)
         known = self._need_indices and all(key in self._sizes for key in keys)
         for group, sharding in zip(self._groups(), self._sharding_type_to_sharding.values(), strict=True):

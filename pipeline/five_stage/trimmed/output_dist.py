@@ -8,7 +8,7 @@ exchanged, there is nothing to join.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class TrimmedOutputDist(nn.Module):
         for batches of the first batch's size."""
         super().__init__()
         self._cuda_graph = cuda_graph
-        self._group, self._dims = stock._pg, stock._dim_sum_per_rank
+        self._group, self.dims = stock._pg, stock._dim_sum_per_rank
         self._rank = dist.get_rank(self._group)
         self._exchanges = BatchSizeCache[_Exchange]()
 
@@ -58,9 +58,9 @@ class TrimmedOutputDist(nn.Module):
     def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """Returns an awaitable of [local batch, columns of all ranks]. local_embs: [global batch, own columns]."""
         divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
-        make = partial(_Exchange, self._group, self._dims, sizes, self._rank, divides, local_embs.device)
+        make = partial(_Exchange, self._group, self.dims, sizes, self._rank, divides, local_embs.device)
         replay = _Exchange.replay if self._cuda_graph else None
-        return _PooledOnTheirWay(local_embs, self._exchanges.get((divides, *sizes), local_embs.device, make, replay))
+        return PooledOnTheirWay(local_embs, self._exchanges.get((divides, *sizes), local_embs.device, make, replay))
 
 
 class _Exchange:
@@ -138,8 +138,24 @@ class _Exchange:
         return values.reshape(-1, self._width).index_select(0, order)
 
 
-class _PooledOnTheirWay(Awaitable[Tensor]):
-    def __init__(self, local_embs: Tensor, exchange: _Exchange) -> None:
+class PooledExchange(Protocol):
+    """The exchange of pooled vectors, each way, on the current stream."""
+
+    local_batch_size: int
+
+    def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        """Sends them; returns what waits for those of the local batch, in rows of any width. local_embs: [global batch,
+        columns of this rank]."""
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Returns the flat gradient of the sent vectors, given the gradient of the received ones."""
+
+
+class PooledOnTheirWay(Awaitable[Tensor]):
+    """The vectors of the local batch, [local batch, columns], as a function of those sent."""
+
+    def __init__(self, local_embs: Tensor, exchange: PooledExchange) -> None:
+        """Sends them. local_embs: [global batch, columns of this rank]."""
         super().__init__()
         self._local_embs, self._exchange = local_embs, exchange
         self._finish = exchange.start_forward(local_embs.detach())
@@ -156,12 +172,12 @@ class _Pooled(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local_embs: Tensor, finish: Callable[[], Tensor], exchange: _Exchange) -> Tensor:
+    def forward(ctx: Any, local_embs: Tensor, finish: Callable[[], Tensor], exchange: PooledExchange) -> Tensor:
         ctx.exchange, ctx.shape = exchange, local_embs.shape
         return finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        exchange: _Exchange = ctx.exchange
+        exchange: PooledExchange = ctx.exchange
         return exchange.backward(grad).view(ctx.shape), None, None

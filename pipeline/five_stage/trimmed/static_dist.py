@@ -50,7 +50,7 @@ class Group:
     """Elements of an id's vector, if vectors are returned unpooled."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankGroup:
     """The ranks that exchange, from the point of view of one of them."""
 
@@ -58,6 +58,8 @@ class RankGroup:
     rank: int
     world_size: int
     device: torch.device
+    start: "Callable[[Tensor, list[int], list[int]], AllToAll] | None" = None
+    """Starts all-to-alls of values in place of the group's collectives, unless it is None; as AllToAll.start."""
 
 
 class InFlight(Protocol):
@@ -104,6 +106,8 @@ class AllToAll:
         """Starts it. Splits: number of rows for and from each rank. A single rank receives its own rows."""
         if rank_group.world_size == 1:
             return AllToAll(sent, sent, None)
+        if rank_group.start is not None:
+            return rank_group.start(sent, send_splits, receive_splits)
         received = torch.empty(sum(receive_splits), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
         group = rank_group.group
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
@@ -213,7 +217,7 @@ class StaticDist:
         self._cuda_graph = cuda_graph and rank_group.world_size > 1 and any(group.exchanged for group in groups)
         self._exchanged = [group for group in groups if group.exchanged]
         self._local = [group for group in groups if not group.exchanged]
-        self._sizes, self._rank_group, self._keys, self._pooled = sizes, rank_group, list(keys), pooled
+        self._sizes, self.rank_group, self._keys, self._pooled = sizes, rank_group, list(keys), pooled
         ranks = range(rank_group.world_size)
         self._send = [[name for group in self._exchanged for name in group.features[rank]] for rank in ranks]
         self._kept = [name for names in self._send for name in names]
@@ -229,7 +233,7 @@ class StaticDist:
         lengths = features.lengths_or_none()
         size = (features.stride(), kind, features.offsets().dtype if lengths is None else lengths.dtype)
         replay = self._replay if self._cuda_graph and self._all_declared else None
-        layout = self._layouts.get(size, self._rank_group.device, partial(self._lay_out, *size), replay)
+        layout = self._layouts.get(size, self.rank_group.device, partial(self._lay_out, *size), replay)
         return _StaticInFlight(self, layout, features)
 
     def graphed(self) -> list[GraphedFunction]:
@@ -269,18 +273,18 @@ class StaticDist:
         if not self._exchanged:
             return None
         sent = kept[: sum(layout.send_splits)]
-        return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self._rank_group)
+        return AllToAll.start(sent, layout.send_splits, layout.receive_splits, self.rank_group)
 
     def _replay(self, layout: _Layout) -> None:
-        layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist", self._rank_group.group)
+        layout.graphed = GraphedFunction(partial(self.exchange, layout), "the input dist", self.rank_group.group)
 
     def _lay_out(self, stride: int, kind: int, dtype: torch.dtype) -> _Layout:
-        world_size, device = self._rank_group.world_size, self._rank_group.device
+        world_size, device = self.rank_group.world_size, self.rank_group.device
         ids, kept_index = partial(self._sizes.ids, stride=stride, kind=kind), None
         if self._all_declared:
             kept_index = positions(*blocks_of(self._kept, self._keys, ids), device)
         # Received [rank][feature][sample]; looked up [feature][rank][sample].
-        own = [ids(name) for name in self._send[self._rank_group.rank]]
+        own = [ids(name) for name in self._send[self.rank_group.rank]]
         *starts, per_rank = accumulate(own, initial=0)
         blocks = [
             (rank * per_rank + start, n) for start, n in zip(starts, own, strict=True) for rank in range(world_size)
@@ -306,9 +310,9 @@ class StaticDist:
         dtype: torch.dtype,
     ) -> list[KJTLayout]:
         """Returns layouts. batches: number of ranks whose batches, of `stride` bags each, are included."""
-        layouts, device = [], self._rank_group.device
+        layouts, device = [], self.rank_group.device
         for group in groups:
-            keys = group.features[self._rank_group.rank]
+            keys = group.features[self.rank_group.rank]
             ids = list(map(ids_of, keys))
             bags = stride if self._pooled else -(-max(ids, default=1) // _LOOKED_UP_AT_ONCE)
             lengths = torch.cat([torch.empty(0, dtype=torch.int64), *(_even(n, bags).repeat(batches) for n in ids)])
@@ -320,7 +324,7 @@ class StaticDist:
             end = start + offset_per_key[-1]
             owned = None
             if group.hash_sizes is not None:
-                rank_group = self._rank_group
+                rank_group = self.rank_group
                 owned = owned_rows(group.hash_sizes, length_per_key, rank_group.rank, rank_group.world_size, device)
             known = *on_device, batches * bags, length_per_key, offset_per_key, owned
             layout = KJTLayout(group, start, end, keys, *known)
@@ -356,7 +360,7 @@ class _StaticInFlight:
         if self._features is None:
             return
         static, layout = self._static, self._layout
-        if layout.graphed is not None:
+        if layout.graphed is not None and static.rank_group.start is None:
             received, *kept = layout.graphed(static.packed(self._features, self._format))
             self._add(received, layout.exchanged)
         else:

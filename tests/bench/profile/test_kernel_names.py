@@ -164,6 +164,8 @@ def test_barriers_of_peer_memory_belong_to_what_they_are_around() -> None:
     assert stages_of_replay(replay(kernels)) == [stage for *_, stage in kernels]
     without_loss = [kernel for kernel in kernels if kernel[0] != "_logit_loss_backward_kernel"]
     assert stages_of_replay(replay(without_loss)).count(OTHER) == 1
+    of_drop_in = [("_push_to_ranks_kernel", 8, 1, 4, OTHER), (BARRIER, 9, 2, 4, OTHER)]
+    assert stages_of_replay(replay([*kernels, *of_drop_in])).count(OTHER) == 2
     assert is_collective(BARRIER)
     assert not is_collective("_push_columns_kernel")
 

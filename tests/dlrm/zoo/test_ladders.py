@@ -24,6 +24,9 @@ def test_every_rung_adds_to_the_one_before(preset: str) -> None:
             assert after.flags[: len(before.flags)] == before.flags
             assert (after.flags == before.flags) == (name == "same")
     assert [rung.name for rung in benchmark.ladders["ends"]] == ["stock", "graph-dists", "iteration-graph"]
+    exchanges: Any = [parse(["--preset", preset, *rung.flags]).pipeline for rung in benchmark.ladders["exchange"]]
+    assert [pipeline.peer_memory for pipeline in exchanges] == [False, True]
+    assert benchmark.ladders["exchange"][0] == benchmark.ladders["ends"][-1]
     last: Any = parse(["--preset", preset, *benchmark.ladders["ends"][-1].flags]).pipeline
     assert last.cuda_graph == ("iteration-or-dense" if preset.startswith("hstu") else "iteration")
 

@@ -16,6 +16,7 @@ GRAPHS = "'none' or 'dense' or 'iteration' or 'iteration-or-dense'"
         ({"launch_threads": 4}, "launch_threads must be 1 or 2, not 4"),
         ({"launch_threads": True}, "launch_threads must be 1 or 2, not True"),
         ({"avoid_record_streams": "yes"}, "avoid_record_streams must be False or True, not 'yes'"),
+        ({"peer_memory": "auto"}, "peer_memory must be False or True, not 'auto'"),
         ({"pinned_d2h": 1}, "pinned_d2h must be False or True, not 1"),
     ],
 )
@@ -28,6 +29,13 @@ def test_a_value_that_means_nothing_is_refused(options, message):
 def test_an_iterations_graph_is_launched_by_one_thread(graph):
     with pytest.raises(ValueError, match="replays whole iterations: set launch_threads=1"):
         FiveStageOptions(cuda_graph=graph, launch_threads=2)
+
+
+@pytest.mark.parametrize("graph", ["none", "dense"])
+def test_peer_memory_is_for_graphs_of_iterations(graph):
+    with pytest.raises(ValueError, match=f"not for cuda_graph='{graph}': set cuda_graph='iteration', or leave"):
+        FiveStageOptions(cuda_graph=graph, peer_memory=True)
+    assert FiveStageOptions(cuda_graph="iteration-or-dense", peer_memory=True).peer_memory
 
 
 @pytest.mark.parametrize("given", [None, "", "8", "many"])

@@ -48,7 +48,7 @@ def own_timeout(ranks: Ranks, store: Path) -> None:
     given = timedelta(hours=3)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1, timeout=given)
-    group: Any = trimmed(CASES["1 rank"], ranks).ebc._rank_group.group
+    group: Any = trimmed(CASES["1 rank"], ranks).ebc.rank_group.group
     assert group._get_backend(ranks.device).options._timeout == given
 
 

@@ -1,0 +1,189 @@
+"""Kernels of exchanges through peer memory, each beside the plain function that it equals: a copy of blocks to all
+ranks, and the sum of what all ranks have sent.
+
+A block is rows of equal length at equal distances, which is enough for every exchange of an iteration: of ids, of
+pooled vectors and of gradients, each way, with no reordering before or after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+triton: Any = None
+tl: Any = None
+with contextlib.suppress(ImportError):
+    triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
+
+WIDEST = 16
+"""Bytes that a thread loads or stores at once, at most."""
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+_UNITS = 256
+_SUMS = 1024
+_MOST = 2**31
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that `sum_of_ranks` takes."""
+
+
+class Block(NamedTuple):
+    """What one rank is sent, in elements: `columns` of each of the rows."""
+
+    source: int
+    """Place of the first element in the source."""
+    source_stride: int
+    target: int
+    """Place of the first element in that rank's buffer."""
+    target_stride: int
+    rows: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+
+class Layout(NamedTuple):
+    """The form of an exchange, in elements."""
+
+    blocks: list[Block]
+    """What this rank sends each rank."""
+    size: int
+    """Of a buffer: the largest number that any rank receives."""
+
+
+class RankBuffers:
+    """A buffer of each rank, uint8 [bytes], contiguous, of equal size, in rank order, aligned to 16 bytes. This rank
+    may write all of them."""
+
+    def __init__(self, tensors: Sequence[Tensor], rank: int) -> None:
+        assert all(of.data_ptr() % WIDEST == 0 for of in tensors), "buffers are aligned"
+        self.tensors, self.own = tuple(tensors), tensors[rank]
+        self.addresses = torch.tensor([of.data_ptr() for of in tensors], device=self.own.device)
+        """int64 [ranks], on the device."""
+
+
+class PushTable:
+    """The blocks of an exchange, one for each rank, in the units that a kernel copies; on the device, int64 [ranks, 6]:
+    the fields of Block."""
+
+    def __init__(self, blocks: Sequence[Block], itemsize: int, alignment: int, device: torch.device) -> None:
+        """itemsize: bytes of an element. alignment: bytes that the source's address is a multiple of."""
+        self.blocks = tuple(blocks)
+        sent = [block for block in blocks if block.elements]
+        numbers = [n * itemsize for of in sent for n in (of.source, of.target, of.columns, *_strides(of))]
+        self.unit = gcd(WIDEST, alignment, *numbers)
+        """Bytes, a power of two."""
+        self.end = max((of.source + (of.rows - 1) * of.source_stride + of.columns for of in sent), default=0)
+        """Elements of the source up to the last one that is sent."""
+        in_units = [self._in_units(of, itemsize) for of in blocks]
+        self.most = max(of.elements for of in in_units)
+        """Units of the largest block."""
+        assert self.most < _MOST, "the kernel counts units in int32"
+        self.units = torch.tensor(in_units, dtype=torch.int64, device=device)
+
+    def _in_units(self, of: Block, itemsize: int) -> Block:
+        if not of.elements:
+            return Block(0, 0, 0, 0, 0, 1)  # the kernel divides by columns
+        *places, columns = (n * itemsize // self.unit for n in (*of[:4], of.columns))
+        return Block._make((*places, of.rows, columns))
+
+
+def _strides(of: Block) -> tuple[int, int]:
+    return (of.source_stride, of.target_stride) if of.rows > 1 else (0, 0)
+
+
+def push(source: Tensor, table: PushTable, outs: RankBuffers) -> None:
+    """Copies the table's blocks from `source` into the buffers of their ranks, whose other bytes stay unchanged.
+
+    source: of any dtype; its elements are counted in memory, from its first one on. The caller puts a barrier of all
+    ranks before this call, after the last read of the buffers, and one after it, before the next read.
+    """
+    (triton_push if source.is_cuda else plain_push)(source, table, outs)
+
+
+def plain_push(source: Tensor, table: PushTable, outs: RankBuffers) -> None:
+    """Computes `push` in PyTorch."""
+    for out, of in zip(outs.tensors, table.blocks, strict=True):
+        if of.elements:
+            shape, start = (of.rows, of.columns), source.storage_offset() + of.source
+            into = out.view(source.dtype)
+            into = into.as_strided(shape, (of.target_stride, 1), into.storage_offset() + of.target)
+            into.copy_(source.as_strided(shape, (of.source_stride, 1), start))
+
+
+def triton_push(source: Tensor, table: PushTable, outs: RankBuffers) -> None:
+    """Computes `push` in one kernel."""
+    word = min(table.unit, 4)
+    if table.most:
+        flat = source.as_strided((table.end,), (1,), source.storage_offset()).view(_WORDS[word])
+        grid = (-(-table.most // _UNITS), len(table.blocks))
+        _push_to_ranks_kernel[grid](flat, outs.addresses, table.units, table.unit // word, _UNITS, num_warps=4)
+
+
+def sum_of_ranks(terms: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """Computes out = the sum of scale * terms[rank], in fp32, in rank order, rounded once. Of two ranks, and for a
+    scale that is a power of two, that is what NCCL's sum or average gives, bit by bit, unless a product is subnormal.
+
+    terms: [ranks, n] contiguous, of a dtype in SUMMED; out: [n] contiguous, of the same.
+    """
+    assert terms.dtype == out.dtype in SUMMED, "a dtype of SUMMED"
+    assert terms.shape[1:] == out.shape, f"terms: [ranks, {len(out)}]"
+    (triton_sum_of_ranks if out.is_cuda else plain_sum_of_ranks)(terms, out, scale)
+
+
+def plain_sum_of_ranks(terms: Tensor, out: Tensor, scale: float) -> None:
+    """Computes `sum_of_ranks` in PyTorch."""
+    first, *others = terms
+    total = first.float() * scale
+    for other in others:
+        total = total + other.float() * scale
+    out.copy_(total)
+
+
+def triton_sum_of_ranks(terms: Tensor, out: Tensor, scale: float) -> None:
+    """Computes `sum_of_ranks` in one kernel."""
+    ranks, count = terms.shape
+    if count:
+        _sum_of_ranks_kernel[(-(-count // _SUMS),)](terms, out, count, float(scale), ranks, _SUMS, num_warps=4)
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """Returns `triton.jit(function)`, or the function itself if Triton is missing: it is then never called."""
+    return triton.jit(function) if triton is not None else function
+
+
+@_jit
+def _push_to_ranks_kernel(source, addresses, blocks, vector: tl.constexpr, units: tl.constexpr) -> None:
+    rank = tl.program_id(1)
+    block = blocks + 6 * rank
+    columns = tl.load(block + 5).to(tl.int32)
+    count = tl.load(block + 4).to(tl.int32) * columns
+    unit = tl.program_id(0) * units + tl.arange(0, units)
+    row = (unit // columns).to(tl.int64)
+    column = unit % columns
+    read = tl.load(block) + row * tl.load(block + 1) + column
+    write = tl.load(block + 2) + row * tl.load(block + 3) + column
+    # Alignment is a hint on the pointer, as the cast loses the integer's.
+    out = tl.multiple_of(tl.load(addresses + rank).to(source.dtype), 16)
+    within = tl.arange(0, vector)[None, :]
+    mask = (unit < count)[:, None]
+    value = tl.load(source + read[:, None] * vector + within, mask)
+    tl.store(out + write[:, None] * vector + within, value, mask)
+
+
+@_jit
+def _sum_of_ranks_kernel(terms, out, count, scale, ranks: tl.constexpr, block: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = at < count
+    total = tl.load(terms + at, mask).to(tl.float32) * scale  # a sum that begins with zero would lose the sign of -0
+    for _ in tl.static_range(1, ranks):
+        terms += count
+        total += tl.load(terms + at, mask).to(tl.float32) * scale
+    tl.store(out + at, total, mask)

@@ -1,0 +1,136 @@
+"""Blocks in the ranks' buffers, and sums of what came: plain functions element by element, kernels against these."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_bench.pipeline.five_stage.peers.push import (
+    WIDEST,
+    Block,
+    PushTable,
+    RankBuffers,
+    plain_push,
+    plain_sum_of_ranks,
+    push,
+    sum_of_ranks,
+    triton_push,
+    triton_sum_of_ranks,
+)
+from tests.kernels.devices import DEVICE, needs_triton
+
+BLOCKS = {
+    "rows of a matrix": [Block(0, 24, 16, 40, 5, 8), Block(8, 24, 0, 16, 5, 16), Block(0, 0, 0, 0, 0, 0)],
+    "odd rows": [Block(3, 7, 1, 9, 5, 3), Block(1, 7, 50, 3, 3, 3)],
+    "one row": [Block(0, 0, 8, 0, 1, 1000), Block(1000, 0, 0, 0, 1, 24)],
+    "the same for all": [Block(0, 12, 64, 8, 4, 8)] * 4,
+    "a row again and again": [Block(4, 0, 0, 8, 6, 8), Block(4, 0, 48, 8, 600, 8)],
+    "nothing": [Block(0, 0, 0, 0, 0, 8), Block(0, 4, 0, 4, 3, 0)],
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+
+
+def buffers(ranks: int, nbytes: int, rank: int = 0) -> RankBuffers:
+    """Buffers full of a number that nobody sends, each in memory of its own, as on several GPUs."""
+    return RankBuffers([torch.full((nbytes,), 0xA5, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)], rank)
+
+
+def source_of(dtype: torch.dtype, count: int = 4096) -> Tensor:
+    drawn = torch.randint(0, 100, (count,), generator=torch.Generator().manual_seed(0))
+    return drawn.to(dtype).to(DEVICE)
+
+
+def test_every_element_is_where_its_block_says() -> None:
+    source = torch.arange(100, dtype=torch.int32, device=DEVICE)
+    blocks = [Block(20, 10, 4, 8, 3, 2), Block(0, 0, 0, 0, 0, 1), Block(99, 0, 0, 0, 1, 1)]
+    outs = buffers(3, 96)
+    push(source, PushTable(blocks, 4, WIDEST, DEVICE), outs)
+    first, second, third = (of.view(torch.int32).tolist() for of in outs.tensors)
+    unsent = torch.full((4,), 0xA5, dtype=torch.uint8).view(torch.int32).item()
+    expected = [unsent] * 24
+    assert second == expected
+    assert third == [99, *expected[1:]]
+    for row in range(3):
+        expected[4 + 8 * row : 6 + 8 * row] = [20 + 10 * row, 21 + 10 * row]
+    assert first == expected
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("skipped", [0, 1, 4])
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_the_kernel_equals_the_plain_function(blocks: list[Block], skipped: int, dtype: torch.dtype) -> None:
+    source = source_of(dtype)[skipped:]
+    table = PushTable(blocks, source.itemsize, _alignment(source), DEVICE)
+    got, expected = buffers(len(blocks), 1 << 16), buffers(len(blocks), 1 << 16)
+    triton_push(source, table, got)
+    plain_push(source, table, expected)
+    for ours, plain in zip(got.tensors, expected.tensors, strict=True):
+        assert torch.equal(ours, plain)
+    assert any(bool((of != 0xA5).any()) for of in got.tensors) == any(block.elements for block in blocks)
+
+
+def _alignment(source: Tensor) -> int:
+    return next(size for size in (16, 8, 4, 2, 1) if source.data_ptr() % size == 0)
+
+
+@needs_triton
+@pytest.mark.parametrize("seed", range(8))
+def test_any_blocks(seed: int) -> None:
+    """Of rows at any places and distances, of different sizes on three ranks."""
+    draw = random.Random(seed)
+    step = draw.choice([1, 2, 4, 16])
+    blocks = []
+    for _ in range(3):
+        rows, columns = draw.randint(0, 40), step * draw.randint(0, 9)
+        source, target, *gaps = (step * draw.randint(0, 9) for _ in range(4))
+        blocks.append(Block(source, columns + gaps[0], target, columns + gaps[1], rows, columns))
+    values = source_of(torch.float16, 16 * (40 * 18 + 9))
+    table = PushTable(blocks, 2, WIDEST, DEVICE)
+    assert table.unit >= min(16, 2 * step)
+    got, expected = buffers(3, 1 << 16), buffers(3, 1 << 16)
+    triton_push(values, table, got)
+    plain_push(values, table, expected)
+    assert all(map(torch.equal, got.tensors, expected.tensors))
+
+
+def test_the_widest_loads_are_those_that_everything_is_aligned_to() -> None:
+    def unit(*blocks: Block, itemsize: int = 4, alignment: int = WIDEST) -> int:
+        return PushTable(blocks, itemsize, alignment, DEVICE).unit
+
+    aligned = Block(0, 64, 0, 128, 7, 32)
+    assert unit(aligned) == 16
+    assert unit(aligned, alignment=8) == 8
+    assert unit(aligned, aligned._replace(target=2)) == 8
+    assert unit(aligned, aligned._replace(source_stride=65)) == 4
+    assert unit(aligned._replace(source_stride=65, rows=1)) == 16  # a single row has no distance
+    assert unit(aligned, Block(1, 1, 1, 1, 0, 1)) == 16  # nothing is sent
+    assert unit(Block(1, 0, 0, 0, 1, 3), itemsize=2) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_in_rank_order_and_rounded_once(dtype: torch.dtype) -> None:
+    terms = torch.tensor([[1e4, -0.0, 1.0], [-1e4, -0.0, 2**-8], [2**-9, -0.0, 2**-8]], device=DEVICE).to(dtype)
+    out = torch.empty(3, dtype=dtype, device=DEVICE)
+    sum_of_ranks(terms, out)
+    expected = (terms[0].float() + terms[1].float()) + terms[2].float()
+    assert torch.equal(out, expected.to(dtype))
+    assert torch.signbit(out[1])
+    sum_of_ranks(terms[:2].contiguous(), out, 0.5)
+    assert torch.equal(out, (terms[0] / 2 + terms[1] / 2))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 33, 2048, 5000])
+def test_the_sums_kernel_equals_the_plain_function(count: int, ranks: int, dtype: torch.dtype) -> None:
+    terms = torch.randn(ranks, count, generator=torch.Generator().manual_seed(0)).to(DEVICE).to(dtype)
+    for scale in (1.0, 1 / ranks):
+        got, expected = torch.empty_like(terms[0]), torch.empty_like(terms[0])
+        triton_sum_of_ranks(terms, got, scale)
+        plain_sum_of_ranks(terms, expected, scale)
+        # The interpreter rounds to bf16 in its own way, and a GPU may round a product and a sum at once.
+        exact = (scale == 1.0 or ranks != 3) and not (DEVICE.type == "cpu" and dtype == torch.bfloat16)
+        torch.testing.assert_close(got, expected, **({"rtol": 0, "atol": 0} if exact else {}))
