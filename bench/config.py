@@ -69,7 +69,8 @@ class SnapshotConfig:
     """Interval and folder of snapshots in the node's memory, from which --resume auto continues within seconds."""
 
     every: int | None = None
-    """Number of iterations between snapshots; each is written to --checkpoint.path, if given, in the background."""
+    """Number of iterations between snapshots; each is written to --checkpoint.path, if given, in the background. With
+    --dynamic-rows a snapshot has all places, those without a row too."""
     path: Path | None = None
     """Folder of snapshots, in memory (tmpfs); by default a folder of this user in /dev/shm. A successful run removes
     the folder."""
@@ -181,18 +182,8 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             "--checkpoint.every and --snapshot.every: choose one; snapshots are written to --checkpoint.path as well",
         )
         require(
-            self.snapshot.every is None or getattr(self.pipeline, "dynamic_rows", None) is None,
-            "--snapshot.every: a snapshot's memory has a fixed layout, and --dynamic-rows makes ever more rows; leave "
-            "it out, and save with --checkpoint.every",
-        )
-        require(
             not self.resumes_newest or self.snapshot.every is not None or self.checkpoint.path is not None,
             "--resume auto looks for snapshots and checkpoints: give --snapshot.every or --checkpoint.path",
-        )
-        require(
-            not self.train_metrics or self.pipeline.name != "static",
-            "--train-metrics: the static pipeline gives no predictions of its training steps; choose --pipeline "
-            "torchrec or five-stage",
         )
         for flag, path in (
             ("--results-dir", self.results_dir),

@@ -57,10 +57,10 @@ def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
 def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
     tables, pipeline = config.model.tables, config.pipeline
     if isinstance(pipeline, StaticOptions):
-        memory = rank_memory_bytes(ranks, pipeline.tiers)
+        memory = rank_memory_bytes(ranks, pipeline.tiers(tables))
         if pipeline.dynamic_rows is not None:
             states = config.optimizer.tables.state_columns(tables.columns)
-            check_places_fit(tables.columns, pipeline.dynamic_rows, memory, ranks.device, states)
+            check_places_fit(tables, pipeline.dynamic_rows, memory, ranks.device, states)
             return
     else:
         memory = device_memory_bytes(ranks)

@@ -97,7 +97,7 @@ class Run:
                     self.pipeline.set_learning_rate(value)
                 self.losses.add(self.pipeline.train_step(batches))
                 if self.metrics is not None:
-                    self.metrics.add()
+                    self.metrics.end_step()
                 self.clock.lap()
                 evaluates, saves = self.schedule.evaluates_after(iteration), self.checkpoints.due_after(iteration)
                 if evaluates or saves:
@@ -131,6 +131,7 @@ class Run:
             run_id=self.folder.name,
             config=as_json(self.config),
             data_files=self.checkpoints.data_files,
+            capacities=self.pipeline.capacities(),
         )
         self.checkpoints.save(iteration, state)
 
@@ -317,7 +318,7 @@ def run(
             this.metrics = TrainMetrics.of_run(config, ranks, pipeline)
         if resumed is not None:
             this.first, this.losses_before, this.auc = resumed.first, resumed.state["losses"], resumed.state["auc"]
-            pipeline.go_on_after(resumed.first)
+            pipeline.go_on_after(resumed.first, resumed.capacities)
         stall = StallWatch(ranks, config.stall_timeout, this.progress, abort.stop)
         with this.bar:
             BEGINNING.now("warms up")

@@ -117,10 +117,12 @@ def tiers_in_words(record: RunRecord) -> list[str]:
         return []
     data, batches = record["config"]["data"], tiers[0]["batches"]
     moved, in_place = (sum(of_rank[key] for of_rank in tiers) / batches for key in ("moved", "in_place"))
+    fixed = sum(of_rank.get("fixed_host_rows", 0) for of_rank in tiers)
     distinct = data["random_batches"] if data.get("source") == "random" else batches
     repeats = f"; the {distinct} random batches repeat, and rows then stay: raise --data.random-batches"
     return [
         f"table tiers  a batch had {moved:,.0f} rows brought from host memory, and used {in_place:,.0f} there"
+        + (f", besides those of {fixed:,} that always stay there" if fixed else "")
         + (repeats if distinct < batches else "")
     ]
 

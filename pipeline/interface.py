@@ -1,7 +1,7 @@
 """The interface of a pipeline to the training loop, and of its options to a configuration."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +25,20 @@ def check_device(options: Options, device: torch.device) -> None:
         raise ValueError(options.needs_gpu)
 
 
-@runtime_checkable
-class GivesOutputs(Protocol):
-    """A pipeline whose training steps can return more than the loss."""
+Capacities = Mapping[str, Mapping[str, int]]
+"""Sizes by name, for each kind of iteration."""
 
-    def keep_outputs(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Keeps logits [B] and labels [B] of each training step from now on until they are taken, once per step;
-        returns the function that takes those of the last step, detached, on the device."""
+
+class StepMetrics(Protocol):
+    """Metrics of training batches, in sums on the device."""
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        """Adds a batch, on the current stream: predicted probabilities and labels, fp32 [B]. A CUDA graph can hold it
+        after a first call with the same B."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets all batches, on the current stream; the memory of the sums stays, for graphs that hold it."""
         ...
 
 
@@ -54,6 +61,11 @@ class Pipeline(Protocol):
         """
         ...
 
+    def measure(self, metrics: StepMetrics) -> None:
+        """Adds the batch of every training step from now on to `metrics`: within the graph, if one holds the iteration
+        of the static pipeline. Comes before `warm_up`, after which `metrics` are empty."""
+        ...
+
     def train_step(self, batches: Iterator[Any]) -> Tensor:
         """Trains on the next batch; may read further ahead. Returns this rank's mean loss, detached, on the device; its
         memory may be reused a million steps later.
@@ -71,9 +83,17 @@ class Pipeline(Protocol):
         for an invalid rate."""
         ...
 
-    def go_on_after(self, iterations: int) -> None:
-        """Sets the number of iterations trained before the first step, in a run that resumes a checkpoint: random
-        numbers in the training depend on the iteration."""
+    def capacities(self) -> Capacities:
+        """Returns the capacities of the next iterations that grow with the batches so far, by kind of iteration, the
+        same on all ranks; empty if no shape depends on earlier batches. The bits of sums depend on shapes."""
+        ...
+
+    def go_on_after(self, iterations: int, capacities: Capacities) -> None:
+        """Continues a training, in a run that resumes a checkpoint; comes before `warm_up`. Collective.
+
+        iterations: number of iterations trained so far, on which random numbers depend. capacities: the pipeline's own
+        after these iterations, or none. ValueError for capacities that no pipeline has.
+        """
         ...
 
     def tallies(self) -> Tallies:

@@ -53,6 +53,7 @@ from dlrm_bench.pipeline.checkpoint import (
     write_state,
 )
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
+from dlrm_bench.pipeline.dynamic_state import of_all_places
 from dlrm_bench.pipeline.interface import Pipeline
 from dlrm_bench.pipeline.state import StateBlocks
 
@@ -93,6 +94,8 @@ class Checkpoints:
         blocks = pipeline.state_blocks()
         if resumed is not None:
             self._resumed = self._resume(resumed, blocks)
+        if config.snapshot.every is not None:
+            blocks = of_all_places(blocks, ranks)
         self._bytes = state_bytes(blocks)
         if self._path is not None:
             on_rank_0(ranks, partial(self._prepare, self._path, resumed))
@@ -155,7 +158,8 @@ class Checkpoints:
         begun = time.monotonic()
         if self._all(self._saving is None or self._saving.done()):
             self._collect()
-        taken = snapshots.take(state, self._pipeline.state_blocks(), self._writing, self._count)
+        blocks = of_all_places(self._pipeline.state_blocks(), self._ranks)
+        taken = snapshots.take(state, blocks, self._writing, self._count)
         if taken is not None:
             self.iteration = taken.iteration = iteration
             taken.paused_s = self._paused_s = time.monotonic() - begun

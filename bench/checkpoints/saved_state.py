@@ -7,10 +7,10 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from dlrm_bench.bench.instruments.schedule import Schedule
 from dlrm_bench.bench.records.json_file import check_form, read_json
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.data.dataset import FileContent
+from dlrm_bench.pipeline.interface import Capacities
 
 STATE_JSON = "state.json"
 STATE_SCHEMA = 2
@@ -52,6 +53,8 @@ class RunState(TypedDict):
     config: dict[str, Any]
     data_files: dict[str, FileContent]
     """The data files trained on, by name; none of random batches."""
+    capacities: NotRequired[dict[str, dict[str, int]]]
+    """The pipeline's capacities; files of versions before 28 November 2026 have none."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -62,6 +65,8 @@ class Resumed:
     state: RunState
     first: int
     """Number of iterations trained, counted in the new run's global batches."""
+    capacities: Capacities
+    """The pipeline's capacities after these iterations; none for another pipeline or another size of batches."""
 
 
 def checkpoint_name(samples: int) -> str:
@@ -124,6 +129,8 @@ def _wrong(state: RunState) -> str | None:
         return f"samples is {state['samples']}, and the losses are those of {trained}"
     if state["auc"] is not None and not 0 <= state["auc"] <= 1:
         return f"auc is {state['auc']}"
+    if any(size <= 0 for sizes in state.get("capacities", {}).values() for size in sizes.values()):
+        return "a capacity is not positive"
     if not state["run_id"].isprintable() or "/" in state["run_id"]:
         return f"run_id is {state['run_id']!a:.80}, which is no name of a folder"
     for number, line in enumerate(state["mlperf_log"].splitlines(), 1):
@@ -154,7 +161,7 @@ def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
         state = read_run_state(folder)
     except ValueError as error:
         raise ValueError(f"--resume: {error}") from error
-    _check_same(folder, state["config"], as_json(config), config.data.sample_fields)
+    _check_same(folder, state["config"], config)
     _check_data(folder, state["data_files"], config)
     _check_batch(folder, state["losses"][-1]["global_batch_size"], config, schedule.global_batch_size)
     first, rest = divmod(state["samples"], schedule.global_batch_size)
@@ -168,7 +175,16 @@ def find_checkpoint(config: RunConfig, schedule: Schedule) -> Resumed | None:
             f"--resume {folder}: it has trained all of the {schedule.last} iterations asked for: raise --iterations, "
             "or there is nothing left to train"
         )
-    return Resumed(folder=folder, state=state, first=first)
+    return Resumed(folder=folder, state=state, first=first, capacities=_capacities(state, config, schedule))
+
+
+def _capacities(state: RunState, config: RunConfig, schedule: Schedule) -> Capacities:
+    """Returns the saved capacities if the run has the same pipeline and batches, on each rank and together."""
+    saved, of_pipeline = state["config"], state["config"].get("pipeline")
+    same_pipeline = isinstance(of_pipeline, dict) and of_pipeline.get("name") == config.pipeline.name
+    same_batches = saved.get("local_batch_size") == config.local_batch_size
+    same_batches &= state["losses"][-1]["global_batch_size"] == schedule.global_batch_size
+    return state.get("capacities", {}) if same_pipeline and same_batches else {}
 
 
 def _newest(config: RunConfig) -> Path | None:
@@ -193,13 +209,16 @@ def _losses(state: RunState) -> Iterator[list[tuple[int, float]]]:
         yield [(stretch["global_batch_size"], loss) for loss in stretch["losses"]]
 
 
-def _check_same(folder: Path, saved: dict[str, Any], given: dict[str, Any], of_data: Sequence[str]) -> None:
-    """Raises ValueError that names the first field in which the configurations differ. of_data: names of the fields of
-    `data` that select the samples."""
+def _check_same(folder: Path, saved: dict[str, Any], config: RunConfig) -> None:
+    """Raises ValueError that names the first field in which the configurations differ. A checkpoint of an earlier
+    version lacks fields that were added since; it was trained with their defaults."""
+    given = as_json(config)
     for name in _SAME:
         old, new = saved.get(name), given.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            old = _defaults(getattr(config, name)) | old
         if name == "data" and isinstance(old, dict) and isinstance(new, dict):
-            old, new = ({key: of.get(key) for key in of_data} for of in (old, new))
+            old, new = ({key: of.get(key) for key in config.data.sample_fields} for of in (old, new))
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
@@ -207,6 +226,12 @@ def _check_same(folder: Path, saved: dict[str, Any], given: dict[str, Any], of_d
             name, old, new = f"{name}.{key}", old.get(key), new.get(key)
         flag = name.replace("_", "-")
         raise ValueError(f"--resume {folder}: it was trained with --{flag} {old!r}, and this run has {new!r}")
+
+
+def _defaults(options: Any) -> dict[str, Any]:
+    """Returns the defaults of a dataclass's fields, as JSON holds them."""
+    values = {field.name: field.default for field in fields(options) if field.default is not MISSING}
+    return cast(dict[str, Any], json.loads(json.dumps(values, default=str)))
 
 
 def _check_data(folder: Path, saved: dict[str, FileContent], config: RunConfig) -> None:

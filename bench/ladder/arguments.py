@@ -24,12 +24,13 @@ class LadderCommand:
     (the references, stock in its variants, and the last rung), reference (MLPerf's reference tuned on this GPU, stock
     and the last rung), static (full's first two rungs, fused kernels, the static pipeline), static-ends (stock, fused
     kernels and the last rung of static), recompute (the last rung with and without --model.recompute-layers),
-    dynamic-rows (the last rung without and with --dynamic-rows), five-stage (each rung adds one switch),
-    five-stage-trim-first (the same switches in another order), drop-in (stock, the last rung of five-stage, and one
-    graph for the whole iteration), tiers (half of the rows in host memory, by TorchRec and by --table-memory, and
-    none), cached-tables (rows in host memory behind TorchRec's caches, fetched a batch ahead by its own pipeline and by
-    five-stage), fp8 (ends and --fp8), reading (the last rung on random batches and on the day files of --data.path),
-    same-pipelines (one rung of each pipeline twice) and cpu (runs without a GPU)."""
+    dynamic-rows (the last rung without and with --dynamic-rows, and with --model.raw-ids if the model has the flag),
+    five-stage (each rung adds one switch), five-stage-trim-first (the same switches in another order), drop-in (stock,
+    the last rung of five-stage, and one graph for the whole iteration), exchange (that graph with collectives and with
+    --peer-memory), tiers (half of the rows in host memory, by TorchRec and by --table-memory, and none), cached-tables
+    (rows in host memory behind TorchRec's caches, fetched a batch ahead by its own pipeline and by five-stage), fp8
+    (ends and --fp8), reading (the last rung on random batches and on the day files of --data.path), same-pipelines (one
+    rung of each pipeline twice) and cpu (runs without a GPU)."""
     rounds: int | Literal["auto"] = 5
     """Number of runs of each rung; one round proves nothing. auto: until a difference of --detect can be found."""
     detect: str = "2%"

@@ -66,7 +66,8 @@ def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) ->
     yield timer.time(BATCH_COPY, "input_dist", batch_bytes, "B", lambda: gpu.copy_(host, non_blocking=True))
     yield timer.time("device to host: one batch", None, batch_bytes, "B", lambda: host.copy_(gpu, non_blocking=True))
 
-    yield from _collectives(timer, of_tables, work.dense_weights(config), ranks, exchanged)
+    of_ids = torch.int64 if config.model.tables.raw_ids else torch.int32
+    yield from _collectives(timer, of_tables, work.dense_weights(config), ranks, of_ids, exchanged)
     for name, shape in work.products(config, batch, sizes).items():
         yield timer.time(name, DENSE, 2.0 * prod(shape), "FLOP", _gemm(shape, exchanged, device))
 
@@ -94,12 +95,18 @@ def measure(config: RunConfig, ranks: Ranks, sizes: SampleSizes = UNMEASURED) ->
 
 
 def _collectives(
-    timer: "_Timer", of_tables: TableWork, dense_weights: int, ranks: Ranks, exchanged: torch.dtype
+    timer: "_Timer",
+    of_tables: TableWork,
+    dense_weights: int,
+    ranks: Ranks,
+    of_ids: torch.dtype,
+    exchanged: torch.dtype,
 ) -> Iterator[Ceiling]:
-    """Yields the ceilings of an iteration's collectives; looked-up vectors and gradients have the dtype `exchanged`."""
+    """Yields the ceilings of an iteration's collectives; ids have the dtype `of_ids`, looked-up vectors and gradients
+    `exchanged`."""
     ids, pooled, device = round(of_tables.ids), round(of_tables.vectors), ranks.device
     for name, stage, count, dtype in (
-        (IDS, "input_dist", ids, torch.int32),
+        (IDS, "input_dist", ids, of_ids),
         (POOLED, "embedding_forward", pooled, exchanged),
         (GRADIENTS, "embedding_backward", pooled, exchanged),
     ):

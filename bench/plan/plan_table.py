@@ -41,7 +41,8 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
         )
     plan = _plan(config, options, topology, costs)
     ids = config.data.id_statistics
-    in_tiers, sizes = options.tiers is not None, (global_batch_size, config.pooled_bytes, costs)
+    tiers = options.tiers(tables)
+    in_tiers, sizes = tiers is not None, (global_batch_size, config.pooled_bytes, costs)
     loads = rank_loads(plan, tables, config.optimizer.tables, *sizes, topology, ids, in_tiers)
     table = Table(
         title=f"{config.preset} with --pipeline static on {world_size} rank(s){_nodes(topology)}, "
@@ -79,26 +80,28 @@ def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_
     )
     iteration = iteration_us(plan.shards, tables, topology, *sizes, ids, in_tiers)
     console.print(f"slowest tables and largest all-to-alls, which all ranks wait for: {iteration:.0f} us")
-    if options.tiers is not None:
-        print_tiers(console, config, plan, topology, options.tiers, costs)
+    if tiers is not None:
+        print_tiers(console, config, plan, topology, tiers, costs)
     if options.dynamic_rows is not None:
         hot = max(sum(tables.hot[shard.table] for shard in plan.of_rank(rank)) for rank in range(world_size))
         needed = _places_gb(config, costs, options.dynamic_rows, global_batch_size * hot)
         console.print(
             f"{_share_of_rows(config, world_size, options.dynamic_rows)}; {needed:.1f} GB per rank with state, map "
-            "and an evaluation's rows that training has not named. The table shows the memory of all rows"
+            "and an evaluation's rows that training has not named. The table shows the memory of all "
+            + ("rows" if not tables.raw_ids else "expected rows (--model.num-embeddings)")
         )
 
 
 def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: GpuCosts) -> Plan:
     """Returns the plan of the static pipeline; ValueError if there is no plan."""
     tables = config.model.tables
+    tiers = options.tiers(tables)
     memory_bytes = int(costs.memory_bytes * HEADROOM) if options.dynamic_rows is None else None
-    if options.tiers is not None and memory_bytes is not None:
+    if tiers is not None and memory_bytes is not None:
         host_bytes = int(costs.host_memory_bytes * HEADROOM)
         of_node = (memory_bytes, host_bytes * topology.gpus_per_node)
-        check_tiers_fit(tables, config.optimizer.tables, options.tiers, topology, *of_node)
-        memory_bytes = options.tiers.capacity(memory_bytes, host_bytes)
+        check_tiers_fit(tables, config.optimizer.tables, tiers, topology, *of_node)
+        memory_bytes = tiers.capacity(memory_bytes, host_bytes)
     return plan_for(
         config,
         topology,
@@ -108,7 +111,7 @@ def _plan(config: RunConfig, options: StaticOptions, topology: Topology, costs: 
         costs,
         options.constraints_on(tables),
         options.splits_columns,
-        options.tiers,
+        tiers,
     )
 
 
@@ -159,9 +162,9 @@ def _print_dynamic_rows(config: RunConfig, topology: Topology, costs: GpuCosts, 
 
 def _places_gb(config: RunConfig, costs: GpuCosts, places: int, unnamed: int = 0) -> float:
     """Returns the GB of a rank with `places`; ValueError if it has less. unnamed: as bytes_of takes it."""
-    columns = config.model.tables.columns
+    columns, raw = config.model.tables.columns, config.model.tables.raw_ids
     states = config.optimizer.tables.state_columns(columns)
-    needed, available = 1e-9 * bytes_of(places, columns, states, unnamed), 1e-9 * costs.memory_bytes * HEADROOM
+    needed, available = 1e-9 * bytes_of(places, columns, states, unnamed, raw), 1e-9 * costs.memory_bytes * HEADROOM
     if needed > available:
         raise ValueError(
             f"--dynamic-rows {places}: rows, state and map take {needed:.1f} GB of the {available:.1f} GB that a rank "
@@ -176,6 +179,7 @@ def _share_of_rows(config: RunConfig, ranks: int, places: int) -> str:
     return (
         f"rows are made when they are first named, at most {places:,} per rank, "
         f"{min(1.0, places * ranks / rows):.1%} of all {rows:,}"
+        + (" that are expected" if config.model.tables.raw_ids else "")
     )
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from dlrm_bench.dlrm.data.batch_fields import BatchFields
 
 ALIGNMENT = 256  # Bytes; guaranteed by CUDA allocations, so fields copied to the GPU stay aligned for any kernel.
-_DTYPES = {"float32": torch.float32, "int32": torch.int32}
-_ITEM_BYTES = 4
+_DTYPES = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
 
 
 class BatchLayout:
@@ -25,9 +24,9 @@ class BatchLayout:
         self.end = 0
         """Bytes of the buffer."""
         for field in model.batch_fields:
-            start = -(-self.end // ALIGNMENT) * ALIGNMENT
-            self.end = start + batch_size * field.columns * _ITEM_BYTES
-            self.places[field.name], self.dtypes[field.name] = slice(start, self.end), _DTYPES[field.dtype]
+            start, dtype = -(-self.end // ALIGNMENT) * ALIGNMENT, _DTYPES[field.dtype]
+            self.end = start + batch_size * field.columns * dtype.itemsize
+            self.places[field.name], self.dtypes[field.name] = slice(start, self.end), dtype
 
 
 @dataclass(eq=False)
@@ -60,8 +59,8 @@ class Batch:
 
     @cached_property
     def ids(self) -> Tensor:
-        """int32 [B * ids_per_sample], feature-major: feature f is a row-major [B, multi_hot_sizes[f]] block, blocks in
-        table order. These are the values of a KJT."""
+        """int32, or int64 if ids are raw, [B * ids_per_sample], feature-major: feature f is a row-major [B,
+        multi_hot_sizes[f]] block, blocks in table order. These are the values of a KJT."""
         return self.flat("ids")
 
     @classmethod

@@ -7,7 +7,7 @@ class Field(NamedTuple):
     """One field of every sample."""
 
     name: str
-    dtype: Literal["float32", "int32"]
+    dtype: Literal["float32", "int32", "int64"]
     columns: int
     """Elements per sample."""
 

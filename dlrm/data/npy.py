@@ -110,11 +110,12 @@ def open_array(
     member: str = "",
     span: tuple[int, int] | None = None,
     file: FileIO | None = None,
+    convert: str = "convert it with numpy's astype",
 ) -> ArrayFile:
     """Opens the C-ordered .npy array [N, columns], N > 0, that fills bytes `span` of a file (default: all of it).
 
     file: the file at `path`, if already open. Raises ValueError, naming file, member and the remedy (`fix`, if the
-    shape is wrong), if it is anything else.
+    shape is wrong; `convert`, if the dtype is), if it is anything else.
     """
     name = f"{path}[{member}]" if member else str(path)
     start, end = span or (0, path.stat().st_size)
@@ -131,7 +132,7 @@ def open_array(
         raise ValueError(f"{name} is not a .npy array ({what}): {COPY_AGAIN}") from error
     data_start = file.tell()
     if found != dtype:
-        raise ValueError(f"{name}: expected dtype {np.dtype(dtype)}, found {found}: convert it with numpy's astype")
+        raise ValueError(f"{name}: expected dtype {np.dtype(dtype)}, found {found}: {convert}")
     if len(shape) != 2 or shape[1] != columns or shape[0] == 0:
         raise ValueError(f"{name}: expected shape (N, {columns}) with N > 0, found {shape}: {fix}")
     if fortran_order:

@@ -24,12 +24,17 @@ class ModelConfig:
     """DLRM-DCNv2: one embedding table per categorical feature, a bottom MLP, a low-rank cross network, a top MLP."""
 
     num_embeddings: tuple[int, ...]
-    """Rows of each embedding table, before table_scale."""
+    """Rows of each embedding table, before table_scale; with raw_ids, the expected number of distinct ids, which bounds
+    nothing: it determines the range of initial weights and the plan."""
     multi_hot_sizes: tuple[int, ...]
     """Ids per sample of each categorical feature (fixed: MLPerf's multi-hot sizes)."""
     table_scale: float = 1.0
     """Factor on every table's number of rows, rounded up to at least one; values below 1 fit the tables on smaller
     GPUs, values above 1 make larger tables, of fewer than 2^31 rows each."""
+    raw_ids: bool = False
+    """Ids are 64-bit numbers of any value, such as hashes of strings, instead of row numbers of tables of a declared
+    size: a row is created when its id is first named. Needs --pipeline static with --dynamic-rows, and data with int64
+    ids."""
     embedding_dim: int = 128
     """Columns of every embedding table."""
     dense_in_features: int = 13
@@ -65,7 +70,7 @@ class ModelConfig:
         require(
             max(self.rows) < 2**31,
             f"--model.num-embeddings with --model.table-scale {self.table_scale:g} makes a table of {max(self.rows)} "
-            "rows: ids have 32 bits, so choose fewer than 2^31",
+            "rows: they are counted with 32 bits, so choose fewer than 2^31",
         )
         require(
             self.bottom_mlp[-1] == self.embedding_dim,
@@ -88,6 +93,7 @@ class ModelConfig:
             columns=self.embedding_dim,
             hot=self.multi_hot_sizes,
             scale=self.table_scale,
+            raw_ids=self.raw_ids,
         )
 
     @property
@@ -96,7 +102,7 @@ class ModelConfig:
         return (
             Field("dense", "float32", self.dense_in_features),
             Field("labels", "float32", 1),
-            Field("ids", "int32", self.ids_per_sample),
+            Field("ids", "int64" if self.raw_ids else "int32", self.ids_per_sample),
         )
 
     @property
@@ -120,8 +126,8 @@ class DataConfig:
     """The source of the samples."""
 
     source: DataSource = "random"
-    """random: in-memory batches for latency runs. multi_hot: MLPerf's day files. one_hot: day files with one id per
-    feature, expanded by MLPerf's seeded tables."""
+    """random: in-memory batches for latency runs. multi_hot: MLPerf's day files; with --model.raw-ids, the same with
+    int64 ids. one_hot: day files with one id per feature, expanded by MLPerf's seeded tables."""
     path: Path | None = None
     """Directory of the day files; required unless source is random."""
     train_days: int = 23

@@ -170,6 +170,9 @@ class ExplicitDense:
         self.mean_losses = torch.zeros(LOSSES_KEPT, device=device)
         """A ring of means over the local batch; each `top_weight_gradients` of layer 0 adds the next one, at `step`."""
         self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.predictions: Tensor | None = None
+        """Memory for the local batch's predictions, fp32 [batch], which `loss_backward` writes; None if nothing reads
+        them."""
 
     @property
     def losses(self) -> Tensor:
@@ -252,10 +255,12 @@ class ExplicitDense:
         rows, last = self._rows[part], len(self.model.top_mlp) - 1
         weight, bias = self.working[f"top_mlp.{last}.weight"], self.working[f"top_mlp.{last}.bias"]
         dlogits, dz = self._dz_top[last + 1][rows].view(-1), self._dz_top[last][rows]
-        partials = self._loss_partials[part]
+        partials, kept = self._loss_partials[part], self.predictions
+        predictions = None if kept is None else kept[rows]
         # If there is only one layer, its input is the cross network's output, without a ReLU.
         relu = last > 0
-        loss.logit_loss_backward(hidden, weight, bias, labels, dlogits, dz, partials, self.global_batch_size, relu)
+        sizes = (self.global_batch_size, relu)
+        loss.logit_loss_backward(hidden, weight, bias, labels, dlogits, dz, partials, *sizes, predictions)
 
     def top_backward(self, part: int = 0) -> None:
         """Computes the gradient of the cross network's output; keeps the inputs of `top_weight_gradients`."""

@@ -182,6 +182,11 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
             (*_FULL[-1].flags, "--dynamic-rows", "30000000"),
             "Splits of columns, and rows that no batch names: a row is made when it is first named.",
         ),
+        Rung(
+            "raw-ids",
+            (*_FULL[-1].flags, "--dynamic-rows", "30000000", "--model.raw-ids"),
+            "Sizes of tables: ids are any int64, twice as many bytes, sorted by 64 bits and their table.",
+        ),
     ),
     "reading": (
         Rung("random", (*_READING, "random"), "The fastest rung on batches that lie in memory."),

@@ -35,7 +35,7 @@ def data_content(config: TrainingConfig) -> dict[str, FileContent]:
 
 
 def batch_bytes(config: TrainingConfig) -> int:
-    """Returns the bytes of a rank's batch: ids, dense features and labels of four bytes each."""
+    """Returns the bytes of a rank's batch: ids, dense features and labels."""
     return work.batch_bytes(config)
 
 

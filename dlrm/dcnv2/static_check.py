@@ -2,13 +2,18 @@
 
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig, require
-from dlrm_bench.dlrm.dcnv2.config import ModelConfig
+from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 
 
 def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
     """Raises ValueError, naming the flag, if stage 3 cannot train `config`."""
-    model = config.model
+    model, data = config.model, config.data
     assert isinstance(model, ModelConfig)
+    assert isinstance(data, DataConfig)
+    require(
+        not (model.raw_ids and data.source == "one_hot"),
+        "--model.raw-ids: MLPerf's tables, which expand --data.source one_hot, have a declared size: choose multi_hot",
+    )
     dim, features = model.embedding_dim, model.num_features
     if options.eight_bits:
         _check_eight_bits(config, model)

@@ -80,6 +80,11 @@ class DcnStage:
         """See StaticDense."""
         return self.dense.mean_losses[step % LOSSES_KEPT]
 
+    def keep_predictions(self) -> Tensor:
+        """See StaticDense."""
+        self.dense.predictions = torch.zeros(self.shape.samples, device=self.dense.x0.device)
+        return self.dense.predictions
+
     # Training
 
     def gather_beside(self, context: DenseContext) -> Sequence[Branch]:

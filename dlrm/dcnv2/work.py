@@ -81,9 +81,9 @@ def flop_per_sample(config: TrainingConfig, sizes: SampleSizes = UNMEASURED) -> 
 
 
 def batch_bytes(config: TrainingConfig) -> int:
-    """Returns the bytes of a rank's batch: ids, dense features and label of four bytes each."""
-    model = _model(config)
-    return config.local_batch_size * 4 * (model.ids_per_sample + model.dense_in_features + 1)
+    """Returns the bytes of a rank's batch: ids, and dense features and label of four bytes each."""
+    tables, features = _model(config).tables, _model(config).dense_in_features
+    return config.local_batch_size * (tables.id_bytes * tables.ids_per_sample + 4 * (features + 1))
 
 
 def pieces(config: TrainingConfig, world_size: int, cache_bytes: float, sizes: SampleSizes = UNMEASURED) -> list[Piece]:
@@ -107,7 +107,7 @@ def pieces(config: TrainingConfig, world_size: int, cache_bytes: float, sizes: S
     updated = max(0.0, moved * row - cache_bytes) + moved * (row + 2.0 * state)
     return [
         Piece("copy of the batch", input_dist, pcie=float(batch_bytes(config))),
-        Piece("exchange of ids", input_dist, links=ids * 4.0 * away),
+        Piece("exchange of ids", input_dist, links=ids * float(model.tables.id_bytes) * away),
         Piece("lookup", lookup, memory=moved * row, waits=True),
         Piece("exchange of pooled vectors", lookup, links=pooled, waits=True),
         Piece("products", dense, flop=in_chain, waits=True),

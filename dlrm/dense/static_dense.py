@@ -98,6 +98,11 @@ class StaticDense(Protocol):
         """Returns the mean loss of the local batch of iteration `step`, counted from 0 over all launched iterations."""
         ...
 
+    def keep_predictions(self) -> Tensor:
+        """Returns memory that every iteration launched from now on writes the local batch's predictions to, the
+        sigmoids of its logits, fp32 [samples]; valid after the guard's look at the losses."""
+        ...
+
     # Training, in this order
 
     def gather_beside(self, context: DenseContext) -> Sequence[Branch]:

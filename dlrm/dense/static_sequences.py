@@ -138,6 +138,11 @@ class StaticSequences(Protocol):
         """Returns the loss of iteration `step`, counted from 0 over all launched iterations."""
         ...
 
+    def keep_predictions(self) -> Tensor:
+        """Returns memory that every `forward_backward` from now on writes this rank's predictions to, the sigmoids of
+        its logits, fp32 [B]."""
+        ...
+
     # State
 
     @property

@@ -48,6 +48,7 @@ class Dlrmv4Stage:
         self.tallies = Tallies((), ranks.device)
         self._losses = torch.zeros(LOSSES_KEPT, device=ranks.device)
         self._launched = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+        self._predictions: Tensor | None = None
 
     def id_counts(self, room: BatchRoom) -> tuple[int, ...]:
         """See StaticSequences."""
@@ -111,7 +112,10 @@ class Dlrmv4Stage:
             # Separate leaves: the gradient of a slice would be a tensor of all rows, for each feature.
             leaves = {name: of.detach().requires_grad_() for name, of in self._rows(batch, rows).items()}
             dense = dense_batch(batch, tokens, self._model)
-            loss = loss_of(self.network.scores(leaves, dense), dense.labels, self._model)
+            logits = self.network.scores(leaves, dense)
+            loss = loss_of(logits, dense.labels, self._model)
+        if self._predictions is not None:
+            torch.sigmoid(logits.detach(), out=self._predictions)
         losses = loss.detach().view(1)
         self._losses.index_copy_(0, self._launched % LOSSES_KEPT, losses)
         self._launched += 1
@@ -146,6 +150,11 @@ class Dlrmv4Stage:
     def loss(self, step: int) -> Tensor:
         """See StaticSequences."""
         return self._losses[step % LOSSES_KEPT]
+
+    def keep_predictions(self) -> Tensor:
+        """See StaticSequences."""
+        self._predictions = torch.zeros(self._samples, device=self._ranks.device)
+        return self._predictions
 
     # State
 

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from dlrm_bench.kernels.embedding.initial_rows import GOLDEN, mix, signed, uniform
+from dlrm_bench.kernels.embedding._split_mix import GOLDEN, mix, signed
+from dlrm_bench.kernels.embedding.initial_rows import uniform
 
 # Elements per pass: bounds the int64 temporaries to some hundred MB while full-size tables are filled.
 _CHUNK_ELEMENTS = 1 << 24

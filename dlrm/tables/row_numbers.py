@@ -1,8 +1,10 @@
-"""Numbers that an owner assigns to its rows of several tables, from 0 on, one table after another."""
+"""The keys of an owner's rows of several tables: numbers that it assigns, from 0 on, one table after another; or, of
+raw ids, which may be any int64, the table and the id."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,3 +56,18 @@ class RowNumbers:
     def _of(cls, tables: Sequence[int], rows: Sequence[int], part: int = 0, parts: int = 1) -> "RowNumbers":
         firsts = tuple(accumulate(rows, initial=0))
         return cls(tuple(tables), firsts[:-1], firsts[-1], part, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RawIds:
+    """The keys of one owner's rows if ids are raw: the place of the row's table in `tables`, and the id."""
+
+    tables: tuple[int, ...]
+    part: ClassVar[int] = 0
+    parts: ClassVar[int] = 1
+    """The owner has all rows of its tables, see RowNumbers."""
+
+    @property
+    def first_rows(self) -> tuple[int, ...]:
+        """Zeros: an id is its own number in its table, see RowNumbers."""
+        return (0,) * len(self.tables)

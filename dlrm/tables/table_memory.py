@@ -43,13 +43,13 @@ def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:
 
 
 def check_places_fit(
-    columns: int, places: int, available_bytes: int, device: torch.device, states: int = 1, unnamed: int = 0
+    tables: Tables, places: int, available_bytes: int, device: torch.device, states: int = 1, unnamed: int = 0
 ) -> None:
     """Raises ValueError, on every rank, if memory for `places` dynamic fp32 rows exceeds the memory of any rank.
 
     available_bytes: this rank's. states, unnamed: as for bytes_of, unnamed of this rank.
     """
-    own = [available_bytes, -bytes_of(places, columns, states, unnamed)]
+    own = [available_bytes, -bytes_of(places, tables.columns, states, unnamed, tables.raw_ids)]
     least = torch.tensor(own, dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     available, needed = int(least[0]) * HEADROOM, -int(least[1])

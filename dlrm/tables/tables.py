@@ -10,7 +10,7 @@ class Tables:
     names: tuple[str, ...]
     """Name of each table's feature: the keys of a KJT, in table order."""
     rows: tuple[int, ...]
-    """Rows of each table."""
+    """Rows of each table; if ids are raw, their expected number, which bounds nothing."""
     columns: int
     """Columns of every table."""
     hot: tuple[int, ...]
@@ -20,6 +20,8 @@ class Tables:
     pooled: bool = True
     """Whether the rows that a sample names in a table are summed before they reach the dense network; if not, every
     pipeline splits each table by rows over all ranks."""
+    raw_ids: bool = False
+    """Whether ids are int64 numbers of any value instead of row numbers."""
     advice: str | None = None
     """Advice for smaller tables, in errors; None for --model.table-scale."""
 
@@ -27,6 +29,11 @@ class Tables:
     def count(self) -> int:
         """Number of tables."""
         return len(self.rows)
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of an id in batches and exchanges."""
+        return 8 if self.raw_ids else 4
 
     @property
     def ids_per_sample(self) -> int:

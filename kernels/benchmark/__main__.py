@@ -206,12 +206,14 @@ def loss_cases() -> Iterator[Case]:
         weight, bias, dlogits = (torch.zeros(n, dtype=BF16, device="cuda") for n in ((1, width), 1, batch))
         labels = torch.ones(batch, device="cuda")
         partials = torch.empty(loss.partial_rows(batch), loss.partial_columns(width, relu=True), device="cuda")
-        yield Case(
-            "logit_loss_backward",
-            f"[{batch}, {width}], bf16",
-            2 * h.nbytes,
-            partial(loss.logit_loss_backward, h, weight, bias, labels, dlogits, dz, partials, 8 * batch, relu=True),
-        )
+        call = loss.LogitLossBackward(h, weight, bias, labels, dlogits, dz, partials, 8 * batch, relu=True)
+        for suffix, predictions in (("", None), (", with predictions", torch.empty(batch, device="cuda"))):
+            yield Case(
+                "logit_loss_backward",
+                f"[{batch}, {width}], bf16{suffix}",
+                2 * h.nbytes,
+                call._replace(predictions=predictions).launch,
+            )
         mean, dbias, dbias_hidden = (torch.zeros(n, device="cuda") for n in (1, 1, width))
         step = torch.zeros((), dtype=torch.int64, device="cuda")
         yield Case(

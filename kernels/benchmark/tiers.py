@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dlrm_bench.kernels.benchmark.timing import Case, sorted_ids_case
-from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState
+from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState, PoolState
 from dlrm_bench.kernels.embedding.plan_moves import plan_moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows, triton_exchange_rows
 
@@ -61,31 +61,41 @@ def tiered_rows_cases() -> Iterator[Case]:
 
 
 def plan_moves_cases() -> Iterator[Case]:
-    """Yields half of 40 million rows on the device, and uniform ids of one 20-hot table. Most rows are missing at
-    first; all that fit come to the device with the first replays."""
-    rows, device_rows, window, halving = 40_000_000, 20_000_000, 1 << 17, 4096
-    guests, place = 4 * window, torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    """Yields half of 40 million rows on the device, in one pool or in four, and uniform ids of one 20-hot table. Most
+    rows are missing at first; all that fit come to the device with the first replays."""
+    rows, window = 40_000_000, 1 << 17
+    for pools, batches in ((1, (1024, 13_824)), (4, (1024,))):
+        state, of_pool = _state_of(rows, pools, 4 * window // pools), rows // pools
+        slots = torch.zeros(2, pools, window // pools, dtype=torch.int32, device="cuda").unbind()
+        bounds = torch.zeros(2, pools, 2, dtype=torch.int32, device="cuda").unbind()
+        moves = [Moves(*of) for of in zip(*slots, *bounds, strict=True)]
+        for batch in batches:
+            ids = [k * of_pool + sorted_ids_case([of_pool], batch // pools, 20)[0].sort().values for k in range(pools)]
+            # Per id: the id, place, batch and count; the latter two are also written.
+            moved = 20 * batch * (4 + 4 + 1 + 1 + 2)
+            shape = f"{20 * batch} ids, a window of {window}" + (f", {pools} pools" if pools > 1 else "")
+            yield Case("plan_moves", shape, moved, partial(plan_moves, ids, state, moves))
+
+
+def _state_of(rows: int, pools: int, guests: int) -> PlacementState:
+    """Returns a state of pools of equal size, half of their rows on the device. guests: of each pool."""
+    device_rows, halving, half = rows // 2, 4096, rows // pools // 2
+    place = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    place[:rows] = place[:rows].view(2, pools, half).transpose(0, 1).reshape(-1)
     place[-1] = -1
+    occupant = torch.arange(rows, dtype=torch.int32, device="cuda").view(pools, 2, half)[:, 0].reshape(-1)
     guest = torch.zeros(device_rows, dtype=torch.uint8, device="cuda")
-    guest[:guests] = 1
-    head, hand, batches = torch.zeros(3, 1, dtype=torch.int64, device="cuda").unbind()
-    state = PlacementState(
+    guest.view(pools, half)[:, :guests] = 1
+    heads = torch.zeros(2, pools, 1, dtype=torch.int64, device="cuda")
+    rings = [torch.arange(k * half, k * half + guests, dtype=torch.int32, device="cuda") for k in range(pools)]
+    return PlacementState(
         place=place,
-        occupant=place[: device_rows + 1].clone(),
+        occupant=torch.cat([occupant, occupant[:1]]),
         guest=guest,
-        ring=place[:guests].clone(),
         named=torch.zeros(rows + 1, dtype=torch.uint8, device="cuda"),
         counts=torch.zeros(halving, rows // halving + 1, dtype=torch.uint8, device="cuda"),
-        head=head,
-        hand=hand,
-        batches=batches,
+        batches=torch.zeros(1, dtype=torch.int64, device="cuda"),
         number=torch.full((1,), NUMBERS, dtype=torch.uint8, device="cuda"),
         counters=torch.zeros(4, dtype=torch.int64, device="cuda"),
+        pools=tuple(PoolState(k * half, half, rings[k], *heads[:, k]) for k in range(pools)),
     )
-    slots = torch.zeros(2, window, dtype=torch.int32, device="cuda").unbind()
-    moves = Moves(*slots, *torch.zeros(2, 2, dtype=torch.int32, device="cuda").unbind())
-    for batch in (1024, 13_824):
-        ids = sorted_ids_case([rows], batch, 20)[0].sort().values
-        # Per id: the id, place, batch and count; the latter two are also written.
-        moved = len(ids) * (4 + 4 + 1 + 1 + 2)
-        yield Case("plan_moves", f"{len(ids)} ids, a window of {window}", moved, partial(plan_moves, ids, state, moves))

@@ -56,6 +56,8 @@ class LogitLossBackward(NamedTuple):
     before rounding."""
     global_batch: int
     relu: bool
+    predictions: Tensor | None = None
+    """fp32 [batch], for sigmoid(logits); None if nothing reads them."""
 
     def launch(self) -> None:
         """Checks the arguments and computes the gradients."""
@@ -72,13 +74,19 @@ class LogitLossBackward(NamedTuple):
         )
         assert h.dtype == weight.dtype == self.bias.dtype == dlogits.dtype == dz.dtype, "one dtype"
         assert self.labels.dtype == partials.dtype == torch.float32, "labels and partials: fp32"
+        kept = self.predictions
+        if kept is not None:
+            assert kept.shape == (batch,) and kept.dtype == torch.float32 and kept.is_contiguous(), "predictions: fp32"
         (self.triton if h.is_cuda else self.plain)()
 
     def plain(self) -> None:
         """Computes the gradients in PyTorch."""
         h, row = self.h, self.weight[0].float()
         logits = torch.mv(h.float(), row).add_(self.bias.float()).to(h.dtype).float()
-        gradient = (logits.sigmoid() - self.labels) / self.global_batch
+        predictions = logits.sigmoid()
+        gradient = (predictions - self.labels) / self.global_batch
+        if self.predictions is not None:
+            self.predictions.copy_(predictions)
         self.dlogits.copy_(gradient)
         dh = torch.outer(self.dlogits.float(), row)
         sums = self.partials.zero_()[0]
@@ -92,10 +100,10 @@ class LogitLossBackward(NamedTuple):
     def triton(self) -> None:
         """Computes the gradients in one kernel."""
         batch, width = self.h.shape
-        *tensors, global_batch, relu = self
+        *tensors, global_batch, relu, predictions = self
         columns = min(next_power_of_2(width), _COLUMNS)
         sizes = (batch, 1 / global_batch, width, relu, _ROWS, columns)
-        _logit_loss_backward_kernel[(len(self.partials),)](*tensors, *sizes)
+        _logit_loss_backward_kernel[(len(self.partials),)](*tensors, predictions, *sizes)
 
 
 class AddUp(NamedTuple):
@@ -157,6 +165,7 @@ def _logit_loss_backward_kernel(
     dlogits,
     dz,
     partials,
+    predictions,
     batch,
     factor,
     width: tl.constexpr,
@@ -183,7 +192,10 @@ def _logit_loss_backward_kernel(
     u = 1.0 + e
     log1p = tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
     loss = tl.where(exists, tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - z * y + log1p, 0.0)
-    gradient = tl.where(exists, (tl.where(z >= 0, 1.0, e) / u - y) * factor, 0.0)
+    prediction = tl.where(z >= 0, 1.0, e) / u
+    if predictions is not None:
+        tl.store(predictions + row, prediction, exists)
+    gradient = tl.where(exists, (prediction - y) * factor, 0.0)
     dlogit = gradient.to(h.dtype.element_ty)
     tl.store(dlogits + row, dlogit, exists)
     sums = partials + tl.program_id(0).to(tl.int64) * (2 + width * relu)

@@ -1,41 +1,44 @@
 """Plans moves of rows between two memory tiers for the next batch; dlrm/tables/tiers/placement.py explains them.
 
-Fixed shapes, and no host decisions. One kernel marks the batch's rows and the missing ones; one searches the window of
-the ring for rows that may leave; after a sum over blocks, the k-th missing row is paired with the k-th row that may
-leave.
+Fixed shapes, and no host decisions. In each pool one kernel marks the batch's rows and the missing ones; one searches
+the window of the ring for rows that may leave; after a sum over blocks, the k-th missing row is paired with the k-th
+row that may leave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._call import function
-from dlrm_bench.kernels._triton import cdiv, jit, tl
-from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState, walk
+from dlrm_bench.kernels._triton import cdiv, jit, jit_of_any, tl
+from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState, PoolState, walk
 
 _BLOCK = 1024
 _BLOCKS_AT_A_TIME = 1024
 
 
 class PlanMoves(NamedTuple):
-    """Assigns places to the rows of a batch, and returns the exchanges that move them there."""
+    """Assigns places to the rows of a batch, and finds the exchanges that move them there."""
 
-    rows: Tensor
-    """int32 [N], ascending; negative ones are padding."""
+    rows: Sequence[Tensor]
+    """The batch's rows of each pool: int32 [N], ascending; negative ones, which may be between others, are nobody's."""
     state: PlacementState
-    moves: Moves
-    """W is at most G."""
+    moves: Sequence[Moves]
+    """Filled with the exchanges of each pool; W is at most G."""
 
     def launch(self) -> None:
         """Checks the arguments and plans."""
-        state, moves = self.state, self.moves
-        assert self.rows.dtype == torch.int32 and self.rows.is_contiguous(), "rows: int32, contiguous"
-        assert len(moves.device) <= len(state.ring) < len(state.guest), "a window no longer than the ring"
+        state = self.state
+        assert len(self.rows) == len(self.moves) == len(state.pools) > 0, "rows and moves of each pool"
+        for rows, moves, pool in zip(self.rows, self.moves, state.pools, strict=True):
+            assert rows.dtype == torch.int32 and rows.is_contiguous(), "rows: int32, contiguous"
+            assert len(moves.device) <= len(pool.ring) < pool.places, "a window no longer than the ring"
         assert state.counts.numel() >= len(state.place), "counts: one for each row"
-        if self.rows.is_cuda:
+        if state.place.is_cuda:
             self.triton()
         else:
             self.plain()
@@ -43,63 +46,22 @@ class PlanMoves(NamedTuple):
     @torch.no_grad()
     def plain(self) -> None:
         """Plans in PyTorch, with operations that a graph could capture."""
-        state, rows, device_rows = self.state, self.rows, len(self.state.guest)
-        before, none = state.number.clone(), len(state.place) - 1
-        at = torch.where(rows < 0, none, rows).long()
+        state, before = self.state, self.state.number.clone()
         state.number.copy_(before % NUMBERS + 1)
-        first = torch.ones_like(rows, dtype=torch.bool)
-        torch.ne(rows[1:], rows[:-1], out=first[1:])
-        missing = first & (state.place[at] >= device_rows)
-        late = missing & (state.named[at] == before)
-        early = missing & ~late
-        _count_named(state, at)
-        late_before, early_before = late.cumsum(0), early.cumsum(0)
-        late_count, total = late_before[-1], late_before[-1] + early_before[-1]
-        rank = torch.where(late, late_before, late_count + early_before) - 1
-        window = len(self.moves.device)
-        incoming = _compacted(rows, missing & (rank < window), rank, window, none)
-        leaving, places, moved = _leaving(state, before, total, window)
-        incoming = torch.where(torch.arange(window, device=rows.device) < moved, incoming, none)
-        host = state.place[incoming]
-        self.moves.host.copy_(host - device_rows)
-        self.moves.device.copy_(places)
-        state.place[leaving] = host
-        state.place[incoming] = places
-        state.place[none:] = -1  # with a single index, CUDA would copy the number from the host
-        state.occupant[places] = incoming
-        late_moved = torch.minimum(late_count, moved)
-        self.moves.late[1:].copy_(late_moved)
-        self.moves.early.copy_(torch.stack([late_moved, moved]))
-        state.counters.add_(torch.stack([torch.ones_like(moved), total, moved, total - moved]))
+        turn = state.batches % len(state.counts)
+        state.counts.index_copy_(0, turn, state.counts.index_select(0, turn) >> 1)
+        state.batches.add_(1)
+        state.counters[:1].add_(1)
+        for rows, moves, pool in zip(self.rows, self.moves, state.pools, strict=True):
+            _plain_plan(rows, moves, pool, state, before)
 
     def triton(self, block: int = 0) -> None:
-        """Plans in seven kernels."""
-        state, window, count = self.state, len(self.moves.device), len(self.rows)
-        block, device = block or _BLOCK, self.rows.device
-        blocks, window_blocks = cdiv(count, block), cdiv(window, block)
-        kind = torch.empty(count, dtype=torch.int8, device=device)
-        incoming, leaving, other, victim = torch.empty(4, window, dtype=torch.int32, device=device).unbind()
-        choice = torch.empty(window, dtype=torch.int8, device=device)
-        late, early, free = (
-            torch.empty(size, dtype=torch.int32, device=device) for size in (blocks, blocks, window_blocks)
-        )
-        totals = torch.empty(4, dtype=torch.int32, device=device)
-        sizes, (compared, stride) = (len(state.guest), len(state.ring), window), walk(len(state.guest), window)
+        """Plans in a kernel, and six for each pool."""
+        state, block = self.state, block or _BLOCK
         halving, line = state.counts.shape
         _halve_kernel[(cdiv(line, block),)](state.counts, state.batches, halving, line, block)
-        of_rows = (self.rows, count, state.place, state.named, state.counts, state.number)
-        _mark_kernel[(blocks,)](*of_rows, kind, late, early, sizes[0], block)
-        of_window = (state.occupant, state.guest, state.ring, state.named, state.counts)
-        chosen, of_walk = (choice, leaving, other, free), (*sizes, stride, compared)
-        _window_kernel[(window_blocks,)](*of_window, state.head, state.hand, state.number, *chosen, *of_walk, block)
-        _sums_kernel[(1,)](late, early, free, totals, blocks, window_blocks, window, _BLOCKS_AT_A_TIME)
-        _incoming_kernel[(blocks,)](self.rows, kind, late, early, totals, incoming, count, window, block)
-        of_ring = (state.guest, state.ring, state.head)
-        _outgoing_kernel[(window_blocks,)](*chosen, totals, *of_ring, victim, self.moves.device, *sizes, block)
-        walked = (state.head, state.hand, state.batches, state.number, state.counters)
-        _exchange_kernel[(window_blocks,)](
-            incoming, victim, totals, *self.moves, state.place, state.occupant, *walked, *sizes, compared, block
-        )
+        for rows, moves, pool in zip(self.rows, self.moves, state.pools, strict=True):
+            _triton_plan(rows, moves, pool, state, pool is state.pools[-1], block)
 
 
 plan_moves = function(PlanMoves, PlanMoves.launch)
@@ -107,30 +69,59 @@ plain_plan_moves = function(PlanMoves, PlanMoves.plain)
 triton_plan_moves = function(PlanMoves, PlanMoves.triton)
 
 
+def _plain_plan(rows: Tensor, moves: Moves, pool: PoolState, state: PlacementState, before: Tensor) -> None:
+    """Plans a pool's moves. before: the number of the batch before, uint8 [1]."""
+    device_rows, none = len(state.guest), len(state.place) - 1
+    at = torch.where(rows < 0, none, rows).long()
+    first = torch.ones_like(rows, dtype=torch.bool)
+    torch.ne(rows[1:], rows[:-1], out=first[1:])
+    missing = first & (state.place[at] >= device_rows)
+    late = missing & (state.named[at] == before)
+    early = missing & ~late
+    _count_named(state, at)
+    late_before, early_before = late.cumsum(0), early.cumsum(0)
+    late_count, total = late_before[-1], late_before[-1] + early_before[-1]
+    rank = torch.where(late, late_before, late_count + early_before) - 1
+    window = len(moves.device)
+    incoming = _compacted(rows, missing & (rank < window), rank, window, none)
+    leaving, places, moved = _leaving(state, pool, before, total, window)
+    incoming = torch.where(torch.arange(window, device=rows.device) < moved, incoming, none)
+    host = state.place[incoming]
+    moves.host.copy_(host - device_rows)
+    moves.device.copy_(places)
+    state.place[leaving] = host
+    state.place[incoming] = places
+    state.place[none:] = -1  # with a single index, CUDA would copy the number from the host
+    state.occupant[places] = incoming
+    late_moved = torch.minimum(late_count, moved)
+    moves.late[1:].copy_(late_moved)
+    moves.early.copy_(torch.stack([late_moved, moved]))
+    state.counters[1:].add_(torch.stack([total, moved, total - moved]))
+
+
 def _count_named(state: PlacementState, at: Tensor) -> None:
-    """Records that this batch names the rows `at`, int64 [N], and halves a line of counts."""
+    """Records that this batch names the rows `at`, int64 [N]."""
     state.named[at] = state.number
-    turn = state.batches % len(state.counts)
-    state.counts.index_copy_(0, turn, state.counts.index_select(0, turn) >> 1)
-    state.batches.add_(1)
     counts = state.counts.view(-1)
     count = counts[at]
     counts[at] = count + (count < 255).to(torch.uint8)  # equal rows write equal counts
 
 
-def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def _leaving(
+    state: PlacementState, pool: PoolState, before: Tensor, missing: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Swaps roles in the used part of the window, and advances the window. Returns rows that leave and their places,
     [window], and their number."""
-    none, device_rows = len(state.place) - 1, len(state.guest)
-    compared, stride = walk(device_rows, window)
+    none, ring = len(state.place) - 1, pool.ring
+    compared, stride = walk(pool.places, window)
     step = torch.arange(window, device=before.device)
-    in_ring = (state.head + step) % len(state.ring)
-    walked = state.hand + torch.arange(window * compared, device=before.device).view(window, compared)
-    others = (walked % device_rows * stride % device_rows).int()
+    in_ring = (pool.head + step) % len(ring)
+    walked = pool.hand + torch.arange(window * compared, device=before.device).view(window, compared)
+    others = (pool.first + walked % pool.places * stride % pool.places).int()
     counts = state.counts.view(-1)
     count_of_others = counts[state.occupant[others]].int() + 256 * state.guest[others].int()  # guests rank last
     least = count_of_others.argmin(1, keepdim=True)
-    guest, other = state.ring[in_ring], others.gather(1, least).view(-1)
+    guest, other = ring[in_ring], others.gather(1, least).view(-1)
     of_guest, of_other = state.occupant[guest], state.occupant[other]
     swaps = (state.guest[other] == 0) & (counts[of_guest] > counts[of_other])
     place, row = torch.where(swaps, other, guest), torch.where(swaps, of_other, of_guest)
@@ -143,12 +134,12 @@ def _leaving(state: PlacementState, before: Tensor, missing: Tensor, window: int
     # A compared place may be a guest of this window: the guests' own values are written last.
     state.guest[other] = state.guest[other] | swaps.to(torch.uint8)
     state.guest[guest] = (~swaps).to(torch.uint8)
-    state.ring[in_ring] = torch.where(swaps, other, guest)
-    state.head.copy_((state.head + is_used.sum()) % len(state.ring))
-    state.hand.copy_((state.hand + compared * is_used.sum()) % device_rows)
+    ring[in_ring] = torch.where(swaps, other, guest)
+    pool.head.copy_((pool.head + is_used.sum()) % len(ring))
+    pool.hand.copy_((pool.hand + compared * is_used.sum()) % pool.places)
     leaves = may_leave & (nth <= count)
     rows = _compacted(row, leaves, nth - 1, window, none)
-    return rows, _compacted(place, leaves, nth - 1, window, device_rows), count
+    return rows, _compacted(place, leaves, nth - 1, window, len(state.guest)), count
 
 
 def _compacted(values: Tensor, chosen: Tensor, rank: Tensor, size: int, empty: int) -> Tensor:
@@ -158,6 +149,34 @@ def _compacted(values: Tensor, chosen: Tensor, rank: Tensor, size: int, empty: i
     return out[:size]
 
 
+def _triton_plan(rows: Tensor, moves: Moves, pool: PoolState, state: PlacementState, is_last: bool, block: int) -> None:
+    """Plans a pool's moves in six kernels. is_last: whether no other pool of this batch is still to be planned."""
+    window, count, device = len(moves.device), len(rows), rows.device
+    blocks, window_blocks = cdiv(count, block), cdiv(window, block)
+    kind = torch.empty(count, dtype=torch.int8, device=device)
+    incoming, leaving, other, victim = torch.empty(4, window, dtype=torch.int32, device=device).unbind()
+    choice = torch.empty(window, dtype=torch.int8, device=device)
+    late, early, free = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (blocks, blocks, window_blocks)
+    )
+    totals = torch.empty(4, dtype=torch.int32, device=device)
+    device_rows, guests, (compared, stride) = len(state.guest), len(pool.ring), walk(pool.places, window)
+    of_rows = (rows, count, state.place, state.named, state.counts, state.number)
+    _mark_kernel[(blocks,)](*of_rows, kind, late, early, device_rows, block)
+    of_window = (state.occupant, state.guest, pool.ring, state.named, state.counts)
+    chosen, of_walk = (choice, leaving, other, free), (pool.first, pool.places, guests, window, stride, compared)
+    _window_kernel[(window_blocks,)](*of_window, pool.head, pool.hand, state.number, *chosen, *of_walk, block)
+    _sums_kernel[(1,)](late, early, free, totals, blocks, window_blocks, window, _BLOCKS_AT_A_TIME)
+    _incoming_kernel[(blocks,)](rows, kind, late, early, totals, incoming, count, window, block)
+    of_ring = (state.guest, pool.ring, pool.head)
+    _outgoing_kernel[(window_blocks,)](*chosen, totals, *of_ring, victim, moves.device, guests, window, block)
+    walked = (pool.head, pool.hand, state.batches, state.number, state.counters)
+    sizes = (device_rows, pool.places, guests, window, compared, int(is_last))
+    _exchange_kernel[(window_blocks,)](
+        incoming, victim, totals, *moves, state.place, state.occupant, *walked, *sizes, block
+    )
+
+
 @jit
 def _halve_kernel(count, batches, halving, stripe, block: tl.constexpr) -> None:
     at = tl.program_id(0) * block + tl.arange(0, block)
@@ -165,7 +184,7 @@ def _halve_kernel(count, batches, halving, stripe, block: tl.constexpr) -> None:
     tl.store(line + at, tl.load(line + at, at < stripe) >> 1, at < stripe)
 
 
-@jit
+@jit_of_any("size", "device_rows")
 def _mark_kernel(
     rows,
     size,
@@ -195,7 +214,7 @@ def _mark_kernel(
     tl.store(early_of_block + tl.program_id(0), all_rows - late_rows)
 
 
-@jit
+@jit_of_any("first", "places", "guests", "window", "stride")
 def _window_kernel(
     occupant,
     guest,
@@ -209,7 +228,8 @@ def _window_kernel(
     leaving,
     other_place,
     free_of_block,
-    device_rows,
+    first,
+    places,
     guests,
     window,
     stride,
@@ -224,8 +244,8 @@ def _window_kernel(
     seen = tl.load(count + row, inside, other=0).to(tl.int32)
     other, other_row, least = place * 0, row * 0, seen * 0 + 512  # above all counts, of guests too
     for nth in tl.static_range(compared):
-        walked = (tl.load(hand) + at.to(tl.int64) * compared + nth) % device_rows
-        next_place = (walked * stride % device_rows).to(tl.int32)
+        walked = (tl.load(hand) + at.to(tl.int64) * compared + nth) % places
+        next_place = first + (walked * stride % places).to(tl.int32)
         next_row = tl.load(occupant + next_place, inside, other=0)
         next_seen = tl.load(count + next_row, inside, other=0).to(tl.int32)
         next_seen += 256 * tl.load(guest + next_place, inside, other=1).to(tl.int32)  # guests come last
@@ -255,7 +275,7 @@ def _sums_before(of_block, blocks, tile: tl.constexpr):
     return total
 
 
-@jit
+@jit_of_any("blocks", "window_blocks", "window")
 def _sums_kernel(late, early, free, totals, blocks, window_blocks, window, tile: tl.constexpr) -> None:
     # Totals: late rows; all missing rows; rows that move; used part of the window.
     late_rows = _sums_before(late, blocks, tile)
@@ -267,7 +287,7 @@ def _sums_kernel(late, early, free, totals, blocks, window_blocks, window, tile:
     tl.store(totals + 3, tl.where(missing > may_leave, window, 0))
 
 
-@jit
+@jit_of_any("size", "window")
 def _incoming_kernel(
     rows, kind, late_before, early_before, totals, incoming, size, window, block: tl.constexpr
 ) -> None:
@@ -280,7 +300,7 @@ def _incoming_kernel(
     tl.store(incoming + rank, tl.load(rows + at, at < size, other=0), (kinds > 0) & (rank < window))
 
 
-@jit
+@jit_of_any("guests", "window")
 def _outgoing_kernel(
     choice,
     leaving,
@@ -292,7 +312,6 @@ def _outgoing_kernel(
     head,
     victim,
     victim_place,
-    device_rows,
     guests,
     window,
     block: tl.constexpr,
@@ -317,7 +336,7 @@ def _outgoing_kernel(
     tl.store(totals + 3 + at * 0, at + 1, leaves & (rank + 1 == missing))
 
 
-@jit
+@jit_of_any("device_rows", "places", "guests", "window", "compared", "is_last")
 def _exchange_kernel(
     incoming,
     victim,
@@ -334,9 +353,11 @@ def _exchange_kernel(
     number,
     counters,
     device_rows,
+    places,
     guests,
     window,
     compared,
+    is_last,
     block: tl.constexpr,
 ) -> None:
     at = tl.program_id(0) * block + tl.arange(0, block)
@@ -354,10 +375,11 @@ def _exchange_kernel(
         tl.store(early_bounds, late)
         tl.store(early_bounds + 1, moved)
         tl.store(head, (tl.load(head) + used) % guests)
-        tl.store(hand, (tl.load(hand) + used.to(tl.int64) * compared) % device_rows)
-        tl.store(batches, tl.load(batches) + 1)
-        tl.store(number, (tl.load(number).to(tl.int32) % 255 + 1).to(tl.uint8))
-        tl.store(counters, tl.load(counters) + 1)
+        tl.store(hand, (tl.load(hand) + used.to(tl.int64) * compared) % places)
+        before = tl.load(number).to(tl.int32)
+        tl.store(number, tl.where(is_last > 0, before % 255 + 1, before).to(tl.uint8))
+        tl.store(batches, tl.load(batches) + is_last)
+        tl.store(counters, tl.load(counters) + is_last)
         tl.store(counters + 1, tl.load(counters + 1) + missing)
         tl.store(counters + 2, tl.load(counters + 2) + moved)
         tl.store(counters + 3, tl.load(counters + 3) + missing - moved)

@@ -34,6 +34,11 @@ SECOND_LOOKUP = Stream(
 REPLICATED = Stream(name="replicated", carries="the update of the replicated tables")
 TABLES = Stream(name="tables", priority=Priority.FILL, carries="the update of the sharded tables")
 SORT = Stream(name="sort", priority=Priority.FILL, carries="the sort of the next batch's ids, beside the table update")
+METRICS = Stream(
+    name="metrics",
+    priority=Priority.FILL,
+    carries="the addition of the batch's predictions to the metrics, if a run has any",
+)
 WEIGHTS_SEEN = Stream(name="weights", carries="the barrier after the dense updates, in peer memory")
 
 CHAINS = (MAIN, SECOND_HALF)
@@ -70,7 +75,10 @@ def pipeline_barriers(parts: int, nodes: int) -> tuple[Barrier, ...]:
 
 def pipeline_streams() -> tuple[Stream, ...]:
     """Returns all streams of the static pipeline, except those of stage 3."""
-    return MAIN, INPUT_DIST, AGREEMENT, TIERS, LOCAL, SECOND_HALF, SECOND_LOOKUP, REPLICATED, TABLES, SORT, WEIGHTS_SEEN
+    return (
+        *(MAIN, INPUT_DIST, AGREEMENT, TIERS, LOCAL, SECOND_HALF, SECOND_LOOKUP, REPLICATED, TABLES, SORT),
+        *(METRICS, WEIGHTS_SEEN),
+    )
 
 
 def _pooled(part: int, nodes: int) -> Barrier:

@@ -26,6 +26,7 @@ from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.streams import Branch
 from dlrm_bench.dlrm.tables.pooled.distributed_ids import DistributedIds
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
+from dlrm_bench.pipeline.interface import StepMetrics
 from dlrm_bench.pipeline.static import concurrency as on
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.streams import IterationStreams
@@ -60,8 +61,14 @@ class Iteration:
         """context: its streams are `streams`."""
         self._fetcher, self._ebc, self._dense, self._memory = stages.fetcher, stages.ebc, stages.dense, stages.memory
         self._streams, self._context, self._guard = streams, context, context.guard
+        self.metrics: StepMetrics | None = None
+        """Metrics that training iterations add to."""
         parts = self._dense.shape.parts
         self._parts = list(zip(on.CHAINS[:parts], on.LOOKUPS[:parts], strict=True))
+
+    def measure(self, metrics: StepMetrics) -> None:
+        """Adds the batch of every training iteration launched from now on to `metrics`."""
+        self.metrics, self._predictions = metrics, self._dense.keep_predictions()
 
     def train(self, now: Slot, ahead: Slot) -> None:
         """Trains on the batch in `now`, and fetches the next batch to `ahead`."""
@@ -82,6 +89,9 @@ class Iteration:
             last = forward.parts[-1]
             with record_function("dense_forward_backward"), torch.no_grad():
                 backward = dense.forward_backward(context, now.batch, forward)
+            if self.metrics is not None:
+                with streams.beside(on.METRICS, backward.guarded):
+                    self.metrics.update(self._predictions, now.batch.labels)
             with record_function("dense_update"):
                 dense.finish(context, backward, last)
                 with streams.beside(on.REPLICATED, last, backward.guarded):

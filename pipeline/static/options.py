@@ -55,9 +55,10 @@ class StaticOptions:
     """Check on the device, before each iteration, that all ids are within their tables. For debugging: the host waits
     for the result."""
     constraints: tuple[str, ...] = ()
-    """Your own sharding of single tables, as TABLES=SHARDING: `0,9=column-wise:64 20-22=table-wise`. SHARDING is
-    table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. The planner follows it or reports why it
-    cannot."""
+    """Your own sharding of single tables, as TABLES=SHARDING: `0,9=column-wise:64 20-22=table-wise,hbm:0.2`. SHARDING
+    is table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. With table_memory, hbm:SHARE keeps
+    exactly this share of the table's rows on the device, those that are named most often; they are part of
+    table_memory. 1: the whole table; 0: none of it. The planner follows it or reports why it cannot."""
 
     def __post_init__(self) -> None:
         require(
@@ -65,7 +66,7 @@ class StaticOptions:
             "--peer-memory needs --presort-ids: FBGEMM's update cannot take gradients from peer memory",
         )
         require(
-            self.tiers is None or self.presort_ids,
+            self.table_memory is None or self.presort_ids,
             "--table-memory needs --presort-ids: FBGEMM's update does not support rows in host memory",
         )
         require(
@@ -81,16 +82,21 @@ class StaticOptions:
             "--dynamic-rows holds only named rows, --table-memory holds all rows, in two tiers: choose one",
         )
         require(
-            self.table_counts is None or self.tiers is not None,
+            self.table_counts is None or self.table_memory is not None,
             f"--table-counts {self.table_counts} is for --table-memory: add that, or leave it out",
         )
 
-    @property
-    def tiers(self) -> TableMemory | None:
-        """The parsed --table-memory; ValueError names the flag if it cannot be parsed."""
+    def tiers(self, tables: Tables) -> TableMemory | None:
+        """Returns the parsed --table-memory, with the shares of single tables; ValueError names the flag if it cannot
+        be parsed."""
         if self.table_memory is None:
             return None
-        return replace(TableMemory.parse(self.table_memory), counts=self.table_counts)
+        shares = {
+            table: constraint.device_share
+            for table, constraint in self.constraints_on(tables).items()
+            if constraint.device_share is not None
+        }
+        return replace(TableMemory.parse(self.table_memory), counts=self.table_counts, shares=shares)
 
     @property
     def row_places(self) -> RowPlaces | None:
@@ -126,9 +132,9 @@ class StaticOptions:
         constraints = parse_constraints(self.constraints, tables)
         for table, constraint in constraints.items():
             require(
-                constraint.device_share is None,
-                f"{FLAG} {tables.names[table]}={constraint}: the static pipeline places rows by how often they are "
-                "named over all tables: leave hbm out",
+                constraint.device_share is None or self.table_memory is not None,
+                f"{FLAG} {tables.names[table]}={constraint}: hbm is for tables in two tiers of memory: add "
+                "--table-memory (1: all rows of the other tables are on the device), or leave hbm out",
             )
             require(
                 self.dynamic_rows is None or constraint.kind in (None, "table-wise"),
@@ -147,7 +153,9 @@ class StaticOptions:
         """Raises ValueError, naming the flag, if the embedding stages cannot train `config`; for stage 3 see
         Benchmark.check_static."""
         dim, optimizer = config.model.tables.columns, config.optimizer.tables
+        self.tiers(config.model.tables)
         self.constraints_on(config.model.tables)
+        self._check_raw_ids(config.model.tables)
         self._check_dynamic_rows(config.model.tables, optimizer)
         require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
@@ -167,6 +175,16 @@ class StaticOptions:
             not fbgemm or self.cuda_graph == "none" or config.optimizer.rate(1) is None,
             f"--cuda-graph {self.cuda_graph} captures FBGEMM's update with its learning rate, but this rate changes "
             "with the iterations: add --presort-ids, or choose --cuda-graph none",
+        )
+
+    def _check_raw_ids(self, tables: Tables) -> None:
+        require(
+            not tables.raw_ids or self.dynamic_rows is not None,
+            "--model.raw-ids gives no number of rows: add --dynamic-rows N, the rows that a rank has memory for",
+        )
+        require(
+            not tables.raw_ids or not self.check_ids,
+            "--check-ids compares ids with sizes of tables, and with --model.raw-ids there are none: leave it out",
         )
 
     def _check_dynamic_rows(self, tables: Tables, optimizer: TableOptimizer) -> None:
@@ -189,7 +207,7 @@ class StaticOptions:
             "row of each: give at least that many places",
         )
         require(
-            sum(tables.rows) < 1 << 31,
+            tables.raw_ids or sum(tables.rows) < 1 << 31,
             f"--dynamic-rows: the tables have {sum(tables.rows)} rows in all, more than 31-bit row numbers allow: "
             "choose tables with fewer rows",
         )

@@ -35,7 +35,7 @@ from dlrm_bench.dlrm.tables.table_memory import (
     table_memory_bytes,
 )
 from dlrm_bench.pipeline.dynamic_state import dynamic_blocks
-from dlrm_bench.pipeline.interface import check_device
+from dlrm_bench.pipeline.interface import Capacities, StepMetrics, check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.check_ids import check_ids
 from dlrm_bench.pipeline.static.concurrency import embedding_barriers
@@ -64,19 +64,20 @@ class StaticPipeline:
         self._config, self._options, self._ranks, device = config, options, ranks, ranks.device
         check_device(options, device)
         tables, optimizer = config.model.tables, config.optimizer
+        tiers = options.tiers(tables)
         if options.row_places is None:
-            check_tables_fit(tables, optimizer.tables, rank_memory_bytes(ranks, options.tiers), device)
+            check_tables_fit(tables, optimizer.tables, rank_memory_bytes(ranks, tiers), device)
         self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         self._plan = plan_for(
             config,
             Topology.of(ranks.world_size, ranks.local_world_size),
-            table_memory_bytes(ranks, options.tiers) if options.row_places is None else None,
+            table_memory_bytes(ranks, tiers) if options.row_places is None else None,
             replicate=options.replicates(ranks.nodes),
             split_rows=options.splits_rows(ranks.nodes),
             costs=costs_of(self._gpu),
             constraints=options.constraints_on(tables),
             split_columns=options.splits_columns,
-            tiers=options.tiers,
+            tiers=tiers,
         )
         self._memory = PeerMemory(ranks) if options.peer_memory else None
         self.dense = parts.static_dense(config, options.dense, ranks, self._memory)
@@ -85,7 +86,7 @@ class StaticPipeline:
         layout = Layout(tables, self._plan, ranks, self.dense.shape)
         updates = TableUpdates(optimizer.tables, self._rate, options.presort_ids)
         self._check_places_fit(self.dense.shape)
-        self.ebc = StaticEBC(layout, updates, self._way(), config.seed, options.row_places or options.tiers)
+        self.ebc = StaticEBC(layout, updates, self._way(), config.seed, options.row_places or tiers)
         self._learning_rate = optimizer.learning_rate
         # Batch n uses slot n % 2.
         self._slots = [self._new_slot() for _ in range(2)]
@@ -117,7 +118,7 @@ class StaticPipeline:
         states = self._config.optimizer.tables.state_columns(tables.columns)
         unnamed = shape.samples * ranks.world_size * hot
         memory = device_memory_bytes(ranks)
-        check_places_fit(tables.columns, places.count, memory, ranks.device, states, unnamed)
+        check_places_fit(tables, places.count, memory, ranks.device, states, unnamed)
 
     def _way(self) -> Way:
         """Returns the way in which ids, pooled vectors and their gradients are exchanged."""
@@ -138,7 +139,7 @@ class StaticPipeline:
         named = ROWS if places is None else min(ROWS, places.count // tables.count)
         batch = warm_up_batch(self.dense.layout, tables, pin, named)
         dynamic, shards = self.ebc.dynamic, list(self.ebc.table_shards())
-        rows = nullcontext() if dynamic is None else dynamic.unchanged(dynamic.numbers.first(named))
+        rows = nullcontext() if dynamic is None else dynamic.unchanged(named)
         with unchanged(shards, rows, self.dense.buckets, self._guard, self._ranks):
             steps = _EAGER_ITERATIONS + len(self._slots)  # the latter replay the graph of each slot
             batches = repeat(batch, steps)
@@ -149,6 +150,13 @@ class StaticPipeline:
                     pass
         self._step = self._named = self._overflows = 0
         self.ebc.forget_moves()
+        if self._iteration.metrics is not None:
+            self._iteration.metrics.reset()
+
+    def measure(self, metrics: StepMetrics) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        assert self._launched == 0, "before the first iteration, and so before any graph"
+        self._iteration.measure(metrics)
 
     def prepare(self, batch: Batch) -> Batch:
         """Returns the batch itself: only its one buffer in pinned memory is copied."""
@@ -190,7 +198,11 @@ class StaticPipeline:
         self.dense.gather()
         yield from self._eval.run(batches)
 
-    def go_on_after(self, iterations: int) -> None:
+    def capacities(self) -> Capacities:
+        """See dlrm_bench.pipeline.interface.Pipeline: no shape depends on earlier batches."""
+        return {}
+
+    def go_on_after(self, iterations: int, capacities: Capacities) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline: this pipeline draws no random numbers."""
         if self.ebc.dynamic is not None:
             self.ebc.dynamic.map.go_on_after(iterations)

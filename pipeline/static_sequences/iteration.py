@@ -23,6 +23,8 @@ from dlrm_bench.dlrm.dense.static_dense import DenseContext
 from dlrm_bench.dlrm.dense.static_sequences import StaticSequences
 from dlrm_bench.dlrm.runtime.streams import Priority, Stream
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import DistributedRows, SequenceTables
+from dlrm_bench.pipeline.interface import StepMetrics
+from dlrm_bench.pipeline.static.concurrency import METRICS
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.streams import IterationStreams
 
@@ -65,6 +67,12 @@ class Iteration:
     ) -> None:
         """context: of `streams`."""
         self._fetcher, self._dense, self._streams, self._context = fetcher, dense, streams, context
+        self.metrics: StepMetrics | None = None
+        """Metrics that training iterations add to."""
+
+    def measure(self, metrics: StepMetrics) -> None:
+        """Adds the batch of every training iteration launched from now on to `metrics`."""
+        self.metrics, self._predictions = metrics, self._dense.keep_predictions()
 
     def train(self, space: Space, parity: int, tokens: int) -> None:
         """Trains on the batch in slot `parity`, with room for `tokens`; fetches the next batch to the other slot."""
@@ -78,6 +86,9 @@ class Iteration:
                 space.tables.forward(now.rows, space.rows)
             with record_function("dense_forward_backward"):
                 backward = dense.forward_backward(context, now.batch, tokens, space.rows, space.gradients)
+            if self.metrics is not None:
+                with streams.beside(METRICS):
+                    self.metrics.update(self._predictions, dense.labels(now.batch))
             streams.join(backward.guarded)
             with streams.beside(DENSE_UPDATE):
                 dense.update(context, backward)

@@ -201,6 +201,12 @@ class Lane:
         self._allocate(room)
         self.grown += 1
 
+    def begin_with(self, room: IdRoom) -> None:
+        """Begins with this id capacity, before the first batch: a resumed run then has the shapes, and so the bits, of
+        an uninterrupted one, and grows at the same batches, since as many are known."""
+        assert self._now is None, "before the first batch"
+        self._allocate(room)
+
     def renew(self) -> None:
         """Begins anew with empty memory, after batches that are none of the data's."""
         self.reset()

@@ -2,7 +2,7 @@
 token capacity that batches need and each of two slots."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -23,7 +23,7 @@ from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity, check_ids
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
 from dlrm_bench.pipeline.dynamic_state import dynamic_blocks
-from dlrm_bench.pipeline.interface import check_device
+from dlrm_bench.pipeline.interface import Capacities, StepMetrics, check_device
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock, TensorBlocks
 from dlrm_bench.pipeline.static.fetch import BatchFetcher
 from dlrm_bench.pipeline.static.graphs import Graphs, Pool
@@ -60,6 +60,7 @@ class StaticSequencesPipeline:
         self._pool = Pool()
         self._train = self._new_lane("iteration", self._iteration.train, room, trains=True)
         self._eval = self._new_lane("evaluation", self._evaluate, room, trains=False)
+        self._lanes = {"iteration": self._train, "evaluation": self._eval}
         self._runs = self._train
         """The lane that batches are prepared for."""
         self._launched = self._before = 0
@@ -86,7 +87,7 @@ class StaticSequencesPipeline:
         return Lane(work, partial(self._new_space, trains=trains), room, *stages, graphs, self._forget_graphs, ahead)
 
     def _forget_graphs(self) -> None:
-        for lane in (self._train, self._eval):
+        for lane in self._lanes.values():
             lane.forget()
 
     def _new_space(self, room: IdRoom, trains: bool) -> Space:
@@ -114,9 +115,16 @@ class StaticSequencesPipeline:
             if evaluates:
                 for _ in self.evaluate(repeat(batch, count)):
                     pass
-        for lane in (self._train, self._eval):
+        for lane in self._lanes.values():
             lane.renew()
         self._launched = 0
+        if self._iteration.metrics is not None:
+            self._iteration.metrics.reset()
+
+    def measure(self, metrics: StepMetrics) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        assert self._launched == 0, "before the first iteration, and so before any graph"
+        self._iteration.measure(metrics)
 
     def prepare(self, batch: Any) -> Prepared:
         """Returns the batch padded in pinned memory, one buffer to copy."""
@@ -148,9 +156,18 @@ class StaticSequencesPipeline:
     def _evaluate(self, space: Space, slot: int, tokens: int) -> None:
         self._iteration.evaluate(space, slot, tokens, *self._evaluated[slot].unbind())
 
-    def go_on_after(self, iterations: int) -> None:
+    def capacities(self) -> Capacities:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        return {name: asdict(lane.room) for name, lane in self._lanes.items()}
+
+    def go_on_after(self, iterations: int, capacities: Capacities) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline."""
         self._before = iterations
+        for name, sizes in capacities.items():
+            lane = self._lanes.get(name)
+            if lane is None or sizes.keys() != asdict(lane.room).keys():
+                raise ValueError(f"--resume: the checkpoint has capacities that no version has: {name} {dict(sizes)}")
+            lane.begin_with(IdRoom(**sizes))
         if self.tables.dynamic is not None:
             self.tables.dynamic.map.go_on_after(iterations)
 
@@ -168,17 +185,16 @@ class StaticSequencesPipeline:
 
     def describe(self) -> dict[str, Any]:
         """Returns the split of the tables, rank 0's counts of batches by room, graphs, and GB of memory. Collective."""
-        lanes = {"iteration": self._train, "evaluation": self._eval}
         memory = memory_gb(
             self._ranks,
             {
                 "tables": [self.tables.memory[0]],
                 "optimizer_state": [self.tables.memory[1]],
-                "rows": [[lane.space.rows, lane.space.gradients] for lane in lanes.values()],
+                "rows": [[lane.space.rows, lane.space.gradients] for lane in self._lanes.values()],
                 "dense_weights": self.dense.memory(),
             },
         )
-        rooms: list[Any] = [{name: lane.describe() for name, lane in lanes.items()}]
+        rooms: list[Any] = [{name: lane.describe() for name, lane in self._lanes.items()}]
         dist.broadcast_object_list(rooms)
         dynamic: dict[str, Any] = {}
         if self.tables.dynamic is not None:
@@ -189,13 +205,15 @@ class StaticSequencesPipeline:
             "row_parts": self._ranks.world_size,
             "rooms": rooms[0],
             "paused_after": self._train.interruptions,
-            "cuda_graphs": {name: lane.graphs.describe() for name, lane in lanes.items() if lane.graphs is not None},
+            "cuda_graphs": {
+                name: lane.graphs.describe() for name, lane in self._lanes.items() if lane.graphs is not None
+            },
             "memory_gb": memory,
         }
 
     def close(self) -> None:
         """Destroys the graphs."""
-        for lane in (self._train, self._eval):
+        for lane in self._lanes.values():
             if lane.graphs is not None:
                 lane.graphs.close()
 

@@ -5,7 +5,7 @@ that are specific to a model are in the benchmark's TorchRecModel.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
@@ -24,6 +24,7 @@ from dlrm_bench.dlrm.data.dataset import HostBatch
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.torchrec_model import TorchRecModel
+from dlrm_bench.pipeline.interface import Capacities, StepMetrics
 from dlrm_bench.pipeline.state import StateBlocks
 from dlrm_bench.pipeline.torchrec.options import TorchRecModelOptions
 from dlrm_bench.pipeline.torchrec.planner import table_optimizer
@@ -62,7 +63,7 @@ class TorchRecPipeline(ABC):
         self._optimizer = _build_optimizer(built, of_benchmark, config)
         self._codecs: Codecs | None = sharders.bags.qcomm_codecs_registry
         self._iteration = 0
-        self._outputs: list[Tensor] | None = None
+        self._metrics: StepMetrics | None = None
         self._train, self._eval = self._schedule(training=True), self._schedule(training=False)
 
     @property
@@ -92,22 +93,14 @@ class TorchRecPipeline(ABC):
         self._iteration += 1
         if self._of_benchmark.before_step is not None:
             self._of_benchmark.before_step(self._iteration)
-        loss, *outputs = self._progress(self._train, batches)
-        if self._outputs is not None:
-            self._outputs = outputs
+        loss, logits, labels = self._progress(self._train, batches)
+        if self._metrics is not None:
+            self._metrics.update(torch.sigmoid(logits.detach().float()).flatten(), labels.flatten().float())
         return loss
 
-    def keep_outputs(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """See dlrm_bench.pipeline.interface.GivesOutputs."""
-        self._outputs = []
-
-        def take() -> tuple[Tensor, Tensor]:
-            assert self._outputs, "outputs can be taken once after each step"
-            logits, labels = self._outputs
-            self._outputs = []  # not kept until the next step: it may share memory with a batch
-            return logits, labels
-
-        return take
+    def measure(self, metrics: StepMetrics) -> None:
+        """See dlrm_bench.pipeline.interface.Pipeline."""
+        self._metrics = metrics
 
     def evaluate(self, batches: Iterator[Pipelineable]) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs a second schedule on the same model, like the reference."""
@@ -120,7 +113,11 @@ class TorchRecPipeline(ABC):
                     return
                 yield logits, labels
 
-    def go_on_after(self, iterations: int) -> None:
+    def capacities(self) -> Capacities:
+        """See dlrm_bench.pipeline.interface.Pipeline: no shape depends on earlier batches."""
+        return {}
+
+    def go_on_after(self, iterations: int, capacities: Capacities) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline."""
         self._iteration = iterations
 

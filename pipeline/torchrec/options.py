@@ -32,6 +32,11 @@ class TorchRecModelOptions:
 
     def check(self, config: TrainingConfig) -> None:
         """Raises ValueError, naming the flag, if these options cannot train `config`."""
+        require(
+            not config.model.tables.raw_ids,
+            "--model.raw-ids: the tables of --pipeline torchrec and five-stage have a declared size; choose --pipeline "
+            "static with --dynamic-rows",
+        )
         self.constraints_on(config.model.tables)
 
     def constraints_on(self, tables: Tables) -> Constraints:
@@ -139,6 +144,10 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
         require(
             self.row_capacity is None or (self.graphs_iterations and 1 <= self.row_capacity < math.inf),
             f"--row-capacity {self.row_capacity} must be 1.0 or more, and needs --cuda-graph iteration",
+        )
+        require(
+            self.graphs_iterations or not self.peer_memory,
+            "--peer-memory needs --cuda-graph iteration: collectives that are not in its graph stay as they are",
         )
         require(
             self.launch_threads == 1 or not self.graphs_iterations,

@@ -38,7 +38,6 @@ BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--run-id", {"run_id": "a/b"}),
     ("--run-id", {"run_id": ""}),
     ("--run-id", {"run_id": ".."}),
-    ("--train-metrics: the static pipeline", {"pipeline": "static", "train_metrics": True}),
     # What a pipeline's options say of what is trained.
     (
         "--presort-ids updates tables by exact Adagrad only",

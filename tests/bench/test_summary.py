@@ -104,6 +104,10 @@ def test_rows_of_two_tiers_are_counted_and_batches_that_repeat_are_said(capsys):
     what = outcome(NO_TARGET)
     what.record["pipeline"] = {"table_tiers": [{"batches": 30, "moved": 60_000, "in_place": 30}] * 2}
     assert "a batch had 4,000 rows brought from host memory, and used 2 there\n" in printed(capsys, what)[1]
+    fixed = {"batches": 30, "moved": 60_000, "in_place": 30, "fixed_host_rows": 5000}
+    what.record["pipeline"] = {"table_tiers": [fixed] * 2}
+    text = " ".join(printed(capsys, what)[1].split())
+    assert "and used 2 there, besides those of 10,000 that always stay there" in text
     what.record["pipeline"] = {"table_tiers": [{"batches": 300, "moved": 60_000, "in_place": 30}]}
     text = " ".join(printed(capsys, what)[1].split())
     assert "the 32 random batches repeat, and rows then stay: raise --data.random-batches" in text

@@ -18,6 +18,7 @@ from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError
+from dlrm_bench.pipeline.dynamic_state import of_all_places
 from tests.pipeline.cpu_graphs import capture_on_cpu
 from tests.pipeline.static_sequences.test_pipeline import drawn, evaluated, small, without_room
 
@@ -124,14 +125,14 @@ def steps(pipeline: Any, batches: Any, first: int, count: int) -> list[float]:
     return losses
 
 
-def saves(ranks: Ranks, folder: Path, to: Path, options: dict[str, Any]) -> Found:
-    """Trains, saves and trains on."""
+def saves(ranks: Ranks, folder: Path, to: Path, options: dict[str, Any], in_memory: bool = False) -> Found:
+    """Trains, saves and trains on. in_memory: in the form of a snapshot in memory, with all places."""
     pipeline, config, batches = opened(ranks, folder, options, 0)
     steps(pipeline, batches, 0, BEFORE)
     rows = rows_of(pipeline, config)
-    write_state(
-        to, own_pieces(pipeline.state_blocks(), ranks.rank), ranks.rank, dist.new_group(backend="gloo"), lambda: None
-    )
+    blocks = pipeline.state_blocks()
+    state = own_pieces(of_all_places(blocks, ranks) if in_memory else blocks, ranks.rank)
+    write_state(to, state, ranks.rank, dist.new_group(backend="gloo"), lambda: None)
     later = steps(pipeline, batches, BEFORE, AFTER)
     return later, rows, pipeline.describe()["dynamic_rows"][ranks.rank]
 
@@ -141,7 +142,7 @@ def resumes(ranks: Ranks, folder: Path, of: Path, options: dict[str, Any]) -> Fo
     blocks = pipeline.state_blocks()
     read_state(of, blocks, dist.new_group(backend="gloo"))
     pipeline.take_blocks(blocks)
-    pipeline.go_on_after(BEFORE)
+    pipeline.go_on_after(BEFORE, {})
     rows = rows_of(pipeline, config)
     pipeline.warm_up(evaluates=False)
     return steps(pipeline, batches, BEFORE, AFTER), rows, pipeline.describe()["dynamic_rows"][ranks.rank]
@@ -183,14 +184,15 @@ def test_goes_on_with_another_number_of_ranks(
         assert "--dynamic-rows or no --dynamic-rows" in all_rows
 
 
-def saves_and_resumes(ranks: Ranks, folder: Path, to: Path) -> tuple[Found, Found]:
-    return saves(ranks, folder, to, EVICTING), resumes(ranks, folder, to, EVICTING)
+def saves_and_resumes(ranks: Ranks, folder: Path, to: Path, in_memory: bool) -> tuple[Found, Found]:
+    return saves(ranks, folder, to, EVICTING, in_memory), resumes(ranks, folder, to, EVICTING)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
 def test_goes_on_to_the_bit_while_rows_lose_their_places(
-    run_ranks: Callable[..., list[Any]], folder: Path, tmp_path: Path
+    run_ranks: Callable[..., list[Any]], folder: Path, tmp_path: Path, in_memory: bool
 ) -> None:
-    for saved, read in run_ranks(2, saves_and_resumes, folder, tmp_path):
+    for saved, read in run_ranks(2, saves_and_resumes, folder, tmp_path, in_memory):
         assert all(torch.equal(*of) for of in zip(saved[1], read[1], strict=True))
         assert saved[0] == read[0]
         assert saved[2]["evicted"] > read[2]["evicted"] > 20

@@ -47,6 +47,8 @@ class DayFilesCheck(CheckConfig):
     """The preset whose tables and features the files must fit, if there is no manifest."""
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
+    raw_ids: bool = False
+    """Whether ids are any int64, as --model.raw-ids of the run, if there is no manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def check(config: DayFilesCheck) -> CheckedDays:
     directory = config.directory
     run = training(config.preset)
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
+    model = replace(model, raw_ids=config.raw_ids)
     if not directory.is_dir():
         raise ValueError(f"{directory} {why_not(directory)}: name the directory of the day files")
     findings: list[str] = []
@@ -87,6 +90,7 @@ def check(config: DayFilesCheck) -> CheckedDays:
             multi_hot_sizes=tuple(manifest.multi_hot_sizes),
             table_scale=1.0,
             dense_in_features=manifest.dense_in_features,
+            raw_ids=manifest.raw_ids,
         )
     found = {path.name for path in directory.iterdir() if DAY_FILE.fullmatch(path.name)}
     known = manifest.files if manifest else {}

@@ -3,7 +3,8 @@
 Day i of N samples is
     day_i_dense.npy              float32 (N, dense features), already log-transformed
     day_i_labels.npy             int32 (N, 1), 0 or 1
-    day_i_sparse_multi_hot.npz   uncompressed zip of 0.npy, 1.npy, ...: int32 (N, hot), one for each feature; or
+    day_i_sparse_multi_hot.npz   uncompressed zip of 0.npy, 1.npy, ...: int32 (N, hot), one for each feature, raw ids
+                                 int64; or
     day_i_sparse.npy             int32 (N, features), one id per feature, to be expanded
 (mlcommons/training, recommendation_v2/torchrec_dlrm). Every error about a file is a ValueError with file and member.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from dlrm_bench.dlrm.data.distributions import raw_ids
 from dlrm_bench.dlrm.data.npy import COPY_AGAIN, ArrayFile, RowFiles, member_span, open_array, write_header
 from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
@@ -25,6 +27,7 @@ from dlrm_bench.dlrm.dcnv2.data.expansion import FOLDER, ExpansionTables
 WRITE_CHUNK = 1 << 16  # Samples.
 
 Ids = NDArray[np.int32]
+AnyIds = NDArray[np.int32] | NDArray[np.int64]
 
 
 def dense_file(directory: Path, day: int) -> Path:
@@ -69,7 +72,7 @@ class Day(ABC):
         """
 
     def check_values(
-        self, start: int, dense: NDArray[np.float32], labels: NDArray[np.int32], ids: Sequence[Ids]
+        self, start: int, dense: NDArray[np.float32], labels: NDArray[np.int32], ids: Sequence[AnyIds]
     ) -> None:
         """Checks every value of samples returned by `read`, starting with sample `start`.
 
@@ -93,7 +96,7 @@ class Day(ABC):
         self._check_ids(start, ids)
 
     @abstractmethod
-    def _check_ids(self, start: int, ids: Sequence[Ids]) -> None: ...
+    def _check_ids(self, start: int, ids: Sequence[AnyIds]) -> None: ...
 
     def _check_samples(self, array: ArrayFile) -> None:
         if len(array) != self.num_samples:
@@ -108,7 +111,7 @@ class MultiHotDay(Day):
 
     def __init__(self, directory: Path, day: int, model: ModelConfig) -> None:
         super().__init__(directory, day, model)
-        self._members = open_members(multi_hot_file(directory, day), model.multi_hot_sizes)
+        self._members = open_members(multi_hot_file(directory, day), model.multi_hot_sizes, model.raw_ids)
         for member in self._members:
             self._check_samples(member)
         self._rows = RowFiles([self._dense, self._labels, *self._members])
@@ -118,7 +121,9 @@ class MultiHotDay(Day):
         assert 0 <= start < stop <= self.num_samples
         self._rows.read(start, stop - start, memory, positions)
 
-    def _check_ids(self, start: int, ids: Sequence[Ids]) -> None:
+    def _check_ids(self, start: int, ids: Sequence[AnyIds]) -> None:
+        if self._model.raw_ids:
+            return
         for feature, (member, rows, block) in enumerate(zip(self._members, self._model.rows, ids, strict=True)):
             outside = (block < 0) | (block >= rows)
             if outside.any():
@@ -172,7 +177,7 @@ class OneHotDay(Day):
             block = memory[position : position + 4 * n * hot].view(np.int32).reshape(n, hot)
             self.tables.expand(feature, of_features[feature], block)
 
-    def _check_ids(self, start: int, ids: Sequence[Ids]) -> None:
+    def _check_ids(self, start: int, ids: Sequence[AnyIds]) -> None:
         for feature, (rows, block) in enumerate(zip(self._model.rows, ids, strict=True)):
             if (block.view(np.uint32) >= rows).any():
                 raise ValueError(
@@ -190,8 +195,8 @@ def _open_file(path: Path, dtype: DTypeLike, columns: int, fix: str = COPY_AGAIN
     return open_array(path, dtype, columns, fix=fix)
 
 
-def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
-    """Opens the ids of a multi-hot file: one int32 [N, multi_hot_sizes[f]] for each feature."""
+def open_members(path: Path, multi_hot_sizes: Sequence[int], raw_ids: bool = False) -> list[ArrayFile]:
+    """Opens the ids of a multi-hot file: one int32 or, of raw ids, int64 [N, multi_hot_sizes[f]] for each feature."""
     if not path.is_file():
         raise ValueError(
             f"{path} {why_not(path)}: check --data.path and --data.train-days, or choose --data.source one_hot"
@@ -209,15 +214,23 @@ def open_members(path: Path, multi_hot_sizes: Sequence[int]) -> list[ArrayFile]:
             "give --model.num-embeddings and --model.multi-hot-sizes one number for each feature of the files"
         )
     fix = f"set --model.multi-hot-sizes that the files were made for, or {COPY_AGAIN}"
+    dtype, convert = np.int64 if raw_ids else np.int32, "convert it with numpy's astype"
+    if not raw_ids:
+        convert += ", or add --model.raw-ids if ids may be any int64"
     file = FileIO(path)  # Shared by all members: 24 days of 26 files each could exceed a process's open-file limit.
     return [
-        open_array(path, np.int32, hot, fix=fix, member=name, span=member_span(path, infos[name]), file=file)
+        open_array(
+            path, dtype, hot, fix=fix, member=name, span=member_span(path, infos[name]), file=file, convert=convert
+        )
         for name, hot in zip(names, multi_hot_sizes, strict=True)
     ]
 
 
-def write_multi_hot(path: Path, one_hot: Ids, multi_hot_sizes: Sequence[int], tables: ExpansionTables) -> None:
-    """Writes a day's multi-hot file from its 1-hot ids [N, features], each below its table's rows.
+def write_multi_hot(
+    path: Path, one_hot: Ids, multi_hot_sizes: Sequence[int], tables: ExpansionTables, raw: bool = False
+) -> None:
+    """Writes a day's multi-hot file from its 1-hot ids [N, features], each below its table's rows. raw: with raw ids of
+    these rows.
 
     Writes the same format as numpy.savez, but in pieces: a whole feature is never in memory.
     """
@@ -225,7 +238,7 @@ def write_multi_hot(path: Path, one_hot: Ids, multi_hot_sizes: Sequence[int], ta
     def column(feature: int, start: int, stop: int) -> Ids:
         return one_hot[start:stop, feature]
 
-    write_multi_hot_columns(path, len(one_hot), column, multi_hot_sizes, lambda: tables, lambda _: None)
+    write_multi_hot_columns(path, len(one_hot), column, multi_hot_sizes, lambda: tables, lambda _: None, raw)
 
 
 def write_multi_hot_columns(
@@ -235,22 +248,23 @@ def write_multi_hot_columns(
     multi_hot_sizes: Sequence[int],
     open_tables: Callable[[], ExpansionTables],
     advance: Callable[[int], None],
+    raw: bool = False,
 ) -> None:
     """Writes a day's multi-hot file, like write_multi_hot, from ids that are not in memory.
 
     column: (feature, start, stop) to the feature's 1-hot ids of samples [start, stop), each below its table's rows.
     open_tables: called for each feature, so that other features' tables do not stay mapped. advance: called after each
-    piece with its number of ids.
+    piece with its number of ids. raw: as for write_multi_hot.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for feature, hot in enumerate(multi_hot_sizes):
             tables = open_tables()
             with archive.open(f"{feature}.npy", "w", force_zip64=True) as member:
-                write_header(member, np.int32, (samples, hot))
+                write_header(member, np.int64 if raw else np.int32, (samples, hot))
                 for start in range(0, samples, WRITE_CHUNK):
                     ids = column(feature, start, min(start + WRITE_CHUNK, samples))
                     block = np.empty((len(ids), hot), dtype=np.int32)
                     tables.expand(feature, ids, block)
                     assert (block[:, 0] == ids).all(), "an id exceeds its table's kept rows"
-                    member.write(block.data)
+                    member.write(raw_ids(block, salt=feature).data if raw else block.data)
                     advance(len(ids))

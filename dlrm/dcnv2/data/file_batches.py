@@ -33,17 +33,21 @@ class FileBatches(Sequence[Batch]):
         self._parts, self._model, self._numbers, self._pin = parts, model, numbers, pin
         self._rank, self._world_size = rank, world_size
         self._layout = layout = BatchLayout(batch_size, model)
-        sizes = np.array(model.multi_hot_sizes)
+        sizes, id_bytes = np.array(model.multi_hot_sizes), model.tables.id_bytes
         labels_start = layout.places["labels"].start
-        first_ids = layout.places["ids"].start + 4 * batch_size * (sizes.cumsum() - sizes)
+        first_ids = layout.places["ids"].start + id_bytes * batch_size * (sizes.cumsum() - sizes)
         self._starts = np.array([layout.places["dense"].start, labels_start, *first_ids])
         """First bytes of dense features, labels, and each feature's ids."""
-        self._sample_bytes = 4 * np.array([model.dense_in_features, 1, *sizes])
-        # Checks all 32-bit words from the labels on as unsigned numbers, as which negative ones are large: the start of
+        self._sample_bytes = np.array([4 * model.dense_in_features, 4, *(id_bytes * sizes)])
+        # Checks 32-bit words from the labels on as unsigned numbers, as which negative ones are large: the start of
         # each part with a separate limit, and the largest number that the part may hold. Padding after the labels may
-        # be anything.
-        limits = {labels_start: 1, layout.places["labels"].stop: 2**32 - 1}
-        limits |= {int(first): rows - 1 for first, rows in zip(first_ids, model.rows, strict=True)}
+        # be anything, and so may raw ids, which are not read for that.
+        limits = {labels_start: 1}
+        self._limited = layout.places["labels"]
+        if not model.raw_ids:
+            limits |= {layout.places["labels"].stop: 2**32 - 1}
+            limits |= {int(first): rows - 1 for first, rows in zip(first_ids, model.rows, strict=True)}
+            self._limited = slice(labels_start, layout.end)
         self._words = (np.array([*limits]) - labels_start) // 4
         self._largest = np.array([*limits.values()], dtype=np.uint32)
 
@@ -97,10 +101,10 @@ class FileBatches(Sequence[Batch]):
     def _plausible(self, memory: NDArray[np.uint8]) -> bool:
         """Whether Day.check_values finds nothing.
 
-        Uses two passes, one over the dense features and one over all other words: each pass releases Python's
+        Uses two passes, one over the dense features and one over all other checked words: each pass releases Python's
         interpreter lock and has to reacquire it. No sum of finite float32 numbers exceeds float64's range.
         """
-        largest = np.maximum.reduceat(memory[self._layout.places["labels"].start :].view(np.uint32), self._words)
+        largest = np.maximum.reduceat(memory[self._limited].view(np.uint32), self._words)
         dense = memory[self._layout.places["dense"]].view(np.float32).sum(dtype=np.float64)
         return math.isfinite(dense) and bool((largest <= self._largest).all())
 
@@ -110,5 +114,6 @@ class FileBatches(Sequence[Batch]):
         arrays = []
         for i, (start, size) in enumerate(zip(self._starts, self._sample_bytes, strict=True)):
             part = memory[start + begin * size : start + (begin + count) * size]
-            arrays.append(part.view(np.float32 if i == 0 else np.int32).reshape(count, -1))
+            dtype = np.float32 if i == 0 else np.int64 if i > 1 and self._model.raw_ids else np.int32
+            arrays.append(part.view(dtype).reshape(count, -1))
         return arrays

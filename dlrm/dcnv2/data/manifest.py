@@ -46,6 +46,11 @@ class Manifest:
     files: dict[str, Checksum] = field(default_factory=dict)
     """The day files by name; empty in manifests older than the checksums."""
 
+    @property
+    def raw_ids(self) -> bool:
+        """Whether ids are raw, any int64; `rows` are then the numbers of distinct ids that the generator chose from."""
+        return bool(self.parameters.get("raw_ids"))
+
     def write(self, directory: Path) -> None:
         """Writes the manifest atomically."""
         partial = directory / f"{MANIFEST}.partial"
@@ -55,12 +60,18 @@ class Manifest:
     def check_model(self, directory: Path, model: ModelConfig, one_hot: bool) -> None:
         """ValueError if the data set was made for tables or features other than the model's.
 
-        1-hot ids fit any tables, unless the best AUC depends on the tables that expand them.
+        1-hot ids fit any tables, unless the best AUC depends on the tables that expand them; raw ids have none.
         """
+        if self.raw_ids != model.raw_ids:
+            raise ValueError(
+                f"{directory / MANIFEST}: the data has "
+                + ("raw ids: add --model.raw-ids" if self.raw_ids else "row numbers: leave --model.raw-ids out")
+            )
         pairs = [("dense features", "--model.dense-in-features", [self.dense_in_features], [model.dense_in_features])]
         if not one_hot or self.best_auc is not None:
+            rows = ("table rows", "--model.num-embeddings, --model.table-scale", self.rows, list(model.rows))
             pairs += [
-                ("table rows", "--model.num-embeddings, --model.table-scale", self.rows, list(model.rows)),
+                *(() if self.raw_ids else (rows,)),
                 ("multi-hot sizes", "--model.multi-hot-sizes", self.multi_hot_sizes, list(model.multi_hot_sizes)),
             ]
         for what, flags, ours, theirs in pairs:

@@ -3,7 +3,7 @@
 A teacher with fixed weights gives each sample its probability, from which the label is drawn. A model that learns
 approaches the teacher's own AUC, which the manifest contains; no model can be expected to exceed it. The same samples
 are written in both formats, multi-hot and 1-hot; or, with --raw tsv, as days in Criteo's raw format, for `dlrm-bench
-data preprocess`.
+data preprocess`; or, with --raw-ids, multi-hot with ids that are any int64, for tables without a declared size.
 """
 
 import math
@@ -65,6 +65,8 @@ class PlantedConfig:
     """Share of samples with label 1."""
     raw: Literal["tsv", "tsv.gz"] | None = None
     """Write days in Criteo's raw format instead, plain or gzip; the teacher then uses first ids only."""
+    raw_ids: bool = False
+    """Write ids that may be any int64, for --model.raw-ids, and only days of multi-hot ids."""
     overwrite: bool = False
     """Replace a data set that this program made with other parameters."""
 
@@ -77,6 +79,8 @@ class PlantedConfig:
         for flag, value in (("skew", self.skew), ("signal", self.signal)):
             if not 0 <= value <= MOST:
                 raise ValueError(f"--{flag} is {value}: choose 0 <= {flag} <= {MOST}")
+        if self.raw is not None and self.raw_ids:
+            raise ValueError(f"--raw {self.raw}: Criteo's raw days have no --raw-ids: leave one of the two out")
         if not 0 < self.base_rate < 1:
             raise ValueError(f"--base-rate is {self.base_rate}: choose 0 < rate < 1")
 
@@ -125,7 +129,9 @@ def _parameters(config: PlantedConfig, model: ModelConfig, days: int) -> dict[st
         "dense_in_features": model.dense_in_features,
         "days": days,
         **{name: getattr(config, name) for name in ("samples_per_day", "seed", "skew", "signal", "base_rate")},
-        **({} if config.raw is None else {"raw": config.raw}),  # Older sets, made before --raw existed, lack this key.
+        # Older sets, made before these flags existed, lack the keys.
+        **({} if config.raw is None else {"raw": config.raw}),
+        **({"raw_ids": True} if config.raw_ids else {}),
     }
 
 
@@ -220,13 +226,16 @@ def _write_day(
                 file.write(dense.data)
     if config.raw:
         return [raw], labels
-    paths = [first, criteo.one_hot_file(path, day), criteo.labels_file(path, day), criteo.multi_hot_file(path, day)]
-    for file_path, array in ((paths[1], one_hot), (paths[2], labels[:, None])):
+    arrays = {criteo.labels_file(path, day): labels[:, None]}
+    if not config.raw_ids:
+        arrays = {criteo.one_hot_file(path, day): one_hot} | arrays
+    for file_path, array in arrays.items():
         with file_path.open("wb") as file:  # np.save would not report that the disk is full
             write_header(file, array.dtype, array.shape)
             file.write(array.data)
-    criteo.write_multi_hot(paths[3], one_hot, model.multi_hot_sizes, tables)
-    return paths, labels
+    multi_hot = criteo.multi_hot_file(path, day)
+    criteo.write_multi_hot(multi_hot, one_hot, model.multi_hot_sizes, tables, config.raw_ids)
+    return [first, *arrays, multi_hot], labels
 
 
 def _draw(rng: np.random.Generator, n: int, model: ModelConfig, skew: float) -> tuple[Floats, Ids]:
@@ -257,10 +266,11 @@ def _run(args: Sequence[str] | None) -> int:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     path, manifest, written = generate(config)
+    form = "raw" if config.raw else "multi-hot, raw ids" if config.raw_ids else "multi-hot and 1-hot"
     print(
         f"{'wrote' if written else 'nothing to do, complete with these parameters:'} {path}: "
         f"{len(manifest.samples_per_day)} days, {manifest.train_samples} training and {manifest.eval_samples} "
-        f"evaluation samples, {'raw' if config.raw else 'multi-hot and 1-hot'}\nbest AUC {manifest.best_auc:.5f}"
+        f"evaluation samples, {form}\nbest AUC {manifest.best_auc:.5f}"
     )
     return 0
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dlrm_bench.dlrm.data.batch import Batch, feature_blocks
-from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, zipf_ids
+from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, raw_ids, zipf_ids
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 
 CLICK_RATE = 0.25
@@ -20,7 +20,8 @@ class RandomDataset:
     seeds, ranks and batches, as in MLPerf's files (expansion.py): uniform over the table if each first id counts once,
     yet repeated as often as the first id. They differ from MLPerf's tables, which take 23.9 GB and minutes to draw: a
     hash of (feature, first id, position) has the same statistics and takes no memory. With "uniform" the others are
-    drawn independently for each sample, which gives about twice as many distinct rows.
+    drawn independently for each sample, which gives about twice as many distinct rows. Raw ids are those of the same
+    rows.
     """
 
     train_samples: int | None = None
@@ -55,4 +56,6 @@ class RandomDataset:
                 ids[:, 1:] = hashed_ids(ids[:, 0], ids.shape[1] - 1, rows, salt=feature)
             else:
                 ids[:, 1:] = rng.integers(0, rows, size=(batch_size, ids.shape[1] - 1), dtype=np.int32)
+            if self._model.raw_ids:
+                ids[:] = raw_ids(ids, salt=feature)
         return batch

@@ -2,7 +2,8 @@
 
 A row is made when a batch first names its id, with the initial weights of a full table and state 0. So training is
 bit-identical to training with full tables, as long as no row loses its place. Unnamed rows take no memory: an
-evaluation reads the weights with which such a row would be made.
+evaluation reads the weights with which such a row would be made. Ids are row numbers of tables of declared sizes, or
+raw: any int64.
 """
 
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.id_map import Entries, IdMap
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.initial_weights import distribution, table_key
-from dlrm_bench.dlrm.tables.row_numbers import RowNumbers
+from dlrm_bench.dlrm.tables.row_numbers import RawIds, RowNumbers
 from dlrm_bench.dlrm.tables.tables import Tables
-from dlrm_bench.kernels.embedding.initial_rows import RowsOfTables, initial_rows
+from dlrm_bench.kernels.embedding.id_map import Keys
+from dlrm_bench.kernels.embedding.initial_rows import RowsOfTables, initial_rows, table_of
 
 COLUMNS = 4
 """Number of int32 values saved with each row beside weights and state, see `DynamicRows.entries`."""
@@ -29,18 +31,19 @@ class DynamicRows:
     """The memory of one rank's rows. Its methods launch work and never wait for it; those under Entries do."""
 
     def __init__(
-        self, numbers: RowNumbers, tables: Tables, seed: int, places: RowPlaces, memory: tuple[Tensor, Tensor]
+        self, numbers: RowNumbers | RawIds, tables: Tables, seed: int, places: RowPlaces, memory: tuple[Tensor, Tensor]
     ) -> None:
-        """numbers: numbers of the rank's rows of `tables`; a row's number is its id in the map. memory: fp32 weights,
-        [R, columns], and optimizer state, [R, any], with R above `places`: no row owns the memory beyond all places."""
-        self.numbers, weights = numbers, memory[0]
+        """numbers: determine the keys of the rank's rows of `tables` in the map. memory: fp32 weights, [R, columns],
+        and optimizer state, [R, any], with R above `places`: no row owns the memory beyond all places."""
+        self.numbers, weights, self._raw_ids = numbers, memory[0], isinstance(numbers, RawIds)
+        assert self._raw_ids == tables.raw_ids, "numbers of these tables"
         assert len(weights) == len(memory[1]) > places.count, "a row of weights and state for each place, and more"
         device = weights.device
-        self.map = IdMap(places.count, places.evicts, device)
+        self.map = IdMap(places.count, places.evicts, device, self._raw_ids)
         self.weights, self.state = weights[: places.count], memory[1][: places.count]
         """fp32 [places, columns] and [places, any], the optimizer's: of row-wise Adagrad the sum of mean squared
         gradients, [places, 1]."""
-        self._memory = memory
+        self._memory, self._table_rows = memory, tables.rows
         scales, bounds = zip(*(distribution(tables.rows[table]) for table in numbers.tables), strict=True)
         self._of_tables = RowsOfTables(
             torch.tensor(numbers.first_rows, device=device),
@@ -58,15 +61,15 @@ class DynamicRows:
         memory = tuple(torch.zeros(places.count + 1, n, device=ranks.device) for n in (tables.columns, 1))
         return cls(RowNumbers.of_parts(tables, ranks), tables, seed, places, (memory[0], memory[1]))
 
-    def place(self, numbers: Tensor, places: Tensor) -> Tensor:
-        """Writes to places[n] the place of row numbers[n], making the row if it is new; -1 for numbers below 0, and if
-        no place is left. Returns the value for Overflows, int32 [1]: NO_PLACE if some row has no place, else -1.
+    def place(self, keys: Keys, places: Tensor) -> Tensor:
+        """Writes to places[n] the place of row keys[n], making the row if it is new; -1 for what is no key, and if no
+        place is left. Returns the value for Overflows, int32 [1]: NO_PLACE if some row has no place, else -1.
 
-        numbers, places: int32 [N]; equal numbers are adjacent.
+        keys: N, of this rank's rows, equal keys adjacent; places: int32 [N].
         """
         weights, state = self._memory
-        new, lacking = self.map.place(numbers, places)
-        initial_rows(weights, new, numbers, self._of_tables)
+        new, lacking = self.map.place(keys, places)
+        initial_rows(weights, new, keys, self._of_tables)
         state.index_fill_(0, torch.where(new < 0, self.map.places, new).long(), 0.0)
         return torch.where(lacking > 0, NO_PLACE, -1).int()
 
@@ -79,33 +82,39 @@ class DynamicRows:
                 "--evict-rows)"
             )
 
-    def write_unnamed(self, numbers: Tensor, places: Tensor, out: Tensor, targets: Tensor) -> None:
-        """out[targets[n]] = the weights with which row numbers[n] would be made, where places[n] is below 0 and
-        numbers[n] is not. numbers, places, targets: int32 [N]; out: fp32, bf16 or fp16 [R, columns]."""
-        initial_rows(out, torch.where((places < 0) & (numbers >= 0), targets, -1), numbers, self._of_tables)
+    def write_unnamed(self, keys: Keys, places: Tensor, out: Tensor, targets: Tensor) -> None:
+        """out[targets[n]] = the weights with which row keys[n] would be made, where places[n] is below 0 and keys[n] is
+        a key. keys: N; places, targets: int32 [N]; out: fp32, bf16 or fp16 [R, columns]."""
+        initial_rows(out, torch.where((places < 0) & keys.valid, targets, -1), keys, self._of_tables)
 
-    def place_unnamed(self, numbers: Tensor, places: Tensor) -> None:
+    def place_unnamed(self, keys: Keys, places: Tensor) -> None:
         """Assigns temporary places to unnamed rows, to read their weights from until the next call: rows of the memory
-        beyond all places, of which there are at least as many as `numbers`.
+        beyond all places, of which there are at least as many as keys.
 
-        numbers: int32 [N], 0 or more. places: int32 [N]; entries below 0 are overwritten.
+        keys: N, all valid. places: int32 [N]; entries below 0 are overwritten.
         """
-        beyond = torch.arange(len(numbers), dtype=torch.int32, device=numbers.device) + self.map.places
-        self.write_unnamed(numbers, places, self._memory[0], beyond)
+        beyond = torch.arange(len(places), dtype=torch.int32, device=places.device) + self.map.places
+        self.write_unnamed(keys, places, self._memory[0], beyond)
         places.copy_(torch.where(places < 0, beyond, places))
 
     @contextmanager
-    def unchanged(self, numbers: Tensor) -> Iterator[None]:
-        """Restores all rows bit for bit after the body, which trains on rows `numbers` only, int32 [N] on any device;
-        these rows have places even if all places are taken. The body ends after its training has ended."""
+    def unchanged(self, rows: int) -> Iterator[None]:
+        """Restores all rows bit for bit after the body, which trains on at most `rows` rows of each table; these have
+        places even if all places are taken. The body ends after its training has ended."""
         kept = [tensor.clone() for tensor in self.map.memory()]
-        rows = slice(0, len(numbers))  # those of the places that an empty map gives out
-        weights, state = self.weights[rows].clone(), self.state[rows].clone()
-        self.map.load(Entries(self._of_tables.first_rows[:0], torch.zeros(0, dtype=torch.int32, device=weights.device)))
+        used = slice(0, rows * len(self.numbers.tables))  # the places that an empty map gives out first
+        weights, state = self.weights[used].clone(), self.state[used].clone()
+        nobody = torch.zeros(0, dtype=torch.int32, device=weights.device)
+        self.map.load(Entries(self._keys(nobody.long(), nobody), nobody))
         yield
         for tensor, copy in zip(self.map.memory(), kept, strict=True):
             tensor.copy_(copy)
-        self.weights[rows], self.state[rows] = weights, state
+        self.weights[used], self.state[used] = weights, state
+
+    def _keys(self, numbers: Tensor, nth: Tensor) -> Keys:
+        """Returns the keys of rows in the map. numbers: int64 [N], of rows; nth: integers [N], the places of their
+        tables in `numbers.tables`."""
+        return Keys(numbers, nth.int() if self._raw_ids else None)
 
     # Entries: these wait for the device
 
@@ -113,8 +122,8 @@ class DynamicRows:
         """Returns the content of places 0 .. n - 1 (the other places are empty), int32 [n, COLUMNS]: for each place the
         lower and upper half of the id in its table, the table, and the last batch that named the row."""
         held, of = self.map.entries(), self.numbers
-        nth = torch.searchsorted(self._of_tables.first_rows, held.ids, right=True) - 1
-        ids = of.part + (held.ids - self._of_tables.first_rows[nth]) * of.parts
+        nth = table_of(held.keys, self._of_tables.first_rows)
+        ids = of.part + (held.keys.ids - self._of_tables.first_rows[nth]) * of.parts
         out = torch.empty(len(ids), COLUMNS, dtype=torch.int32, device=ids.device)
         out[:, :2] = ids.view(torch.int32).view(-1, 2)
         out[:, 2], out[:, 3] = torch.tensor(of.tables, dtype=torch.int32, device=ids.device)[nth], held.last
@@ -125,20 +134,26 @@ class DynamicRows:
         at places 0, 1, ... The caller writes their weights and states.
 
         entries: int32 [N, COLUMNS] on the host, from `entries` of all ranks of any number of ranks. ValueError if this
-        rank owns more rows than it has places.
+        rank owns more rows than it has places, or for ids outside their tables.
         """
         of = self.numbers
         ids, table = entries[:, :2].contiguous().view(torch.int64).view(-1), entries[:, 2].contiguous()
         own = (ids % of.parts == of.part) & torch.isin(table, torch.tensor(of.tables, dtype=torch.int32))
         rows = own.nonzero().flatten()
+        outside = (ids[rows] < 0) | (ids[rows] >= torch.tensor(self._table_rows)[table[rows].long()])
+        if not self._raw_ids and outside.any():
+            raise ValueError(
+                f"saved id {int(ids[rows][outside][0])} is outside its table: ids of the saved run were raw; resume "
+                "with --model.raw-ids"
+            )
         if len(rows) > len(self.weights):
             raise ValueError(
                 f"--dynamic-rows is {len(self.weights)}, and this rank owns {len(rows)} of the saved rows: choose at "
                 "least that number, or use more GPUs"
             )
-        firsts = torch.zeros(max(of.tables) + 1, dtype=torch.int64)
-        firsts[list(of.tables)] = torch.tensor(of.first_rows)
-        numbers = firsts[table[rows].long()] + ids[rows] // of.parts
-        device = self.weights.device
-        self.map.load(Entries(numbers.to(device), entries[rows, 3].to(device)))
+        nth_of = torch.zeros(len(self._table_rows), dtype=torch.int64)
+        nth_of[list(of.tables)] = torch.arange(len(of.tables))
+        nth, device = nth_of[table[rows].long()], self.weights.device
+        numbers = torch.tensor(of.first_rows)[nth] + ids[rows] // of.parts
+        self.map.load(Entries(self._keys(numbers.to(device), nth.to(device)), entries[rows, 3].to(device)))
         return rows

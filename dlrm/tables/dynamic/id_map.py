@@ -1,45 +1,46 @@
-"""Places of ids in a memory of fixed size, given out and taken away.
+"""Places of keys in a memory of fixed size, given out and taken away.
 
-Places come from a stack and go to a batch's new ids in ascending order: the same batches give the same places in every
-run. Eviction takes places from the least recently named ids in a window of places, which advances with every batch; it
-frees as many places as the batch's new ids lack, and never those of ids that the two batches in flight name. Placing a
-batch again changes nothing, so a run that resumes before that batch continues bit-identically.
+Places come from a stack and go to a batch's new keys in their order: the same batches give the same places in every
+run. Eviction takes places from the least recently named keys in a window of places, which advances with every batch; it
+frees as many places as the batch's new keys lack, and never those of keys that the two batches in flight name. Placing
+a batch again changes nothing, so a run that resumes before that batch continues bit-identically.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
-from dlrm_bench.kernels.embedding.id_map import EMPTY, IdSlots, empty_slots, find_ids, insert_ids
+from dlrm_bench.kernels.embedding.id_map import EMPTY, IdSlots, Keys, empty_slots, find_ids, insert_ids
 
 _WINDOW_SHARE, _LEAST_WINDOW = 64, 4096
 """Size of a window: a 64th of the places, but at least 4096 (or all places): the sort of each iteration stays small."""
-_CHUNK = 1 << 20  # ids that are loaded at a time
+_CHUNK = 1 << 20  # keys that are loaded at a time
 
 
 class Entries(NamedTuple):
-    """Ids of the places 0 .. n - 1 of a map, on its device; the others have none."""
+    """Keys of the places 0 .. n - 1 of a map, on its device; the others have none."""
 
-    ids: Tensor
-    """int64 [n]."""
+    keys: Keys
     last: Tensor
-    """int32 [n]: the batch that last named the id."""
+    """int32 [n]: the batch that last named the key."""
 
 
 class IdMap:
-    """A map of one rank's ids. Its methods launch work and never wait for it; those under Entries do."""
+    """A map of one rank's keys. Its methods launch work and never wait for it; those under Entries do."""
 
-    def __init__(self, places: int, evicts: bool, device: torch.device) -> None:
-        """evicts: whether new ids may take the places of old ones; if not, new ids get no place once all are taken."""
+    def __init__(self, places: int, evicts: bool, device: torch.device, with_tables: bool = False) -> None:
+        """evicts: whether new keys may take the places of old ones; if not, new keys get no place once all are taken.
+        with_tables: whether keys have tables."""
         assert 0 < places <= MOST_PLACES, "checked with the options"
         self.places, self._evicts, self._device = places, evicts, device
-        slots = empty_slots(places, device)
+        slots = empty_slots(places, device, with_tables)
         self._slots = len(slots.ids)
         # One extra entry each, the target of unused writes: shapes are fixed.
-        self._ids = torch.cat([slots.ids, slots.ids[:1]])
-        self._map = IdSlots(self._ids[: self._slots], slots.places)
+        self._all = _each(slots, lambda memory: torch.cat([memory, memory[:1]]))
+        self._map = _each(self._all, lambda memory: memory[:-1])
         self._slot_of = torch.full((places + 1,), -1, dtype=torch.int32, device=device)
         self._last = torch.zeros(places + 1, dtype=torch.int32, device=device)
         self._free = torch.arange(places - 1, -2, -1, dtype=torch.int32, device=device)
@@ -48,54 +49,55 @@ class IdMap:
         self._is_new = torch.ones(1, dtype=torch.int32, device=device)
         self._window = torch.arange(min(places, max(places // _WINDOW_SHARE, _LEAST_WINDOW)), device=device)
         self.made, self.evicted, self.returned = torch.zeros(3, 1, dtype=torch.int64, device=device)
-        """Number of ids since the run began that got a place, that lost their place, and that got a place again after a
-        loss, int64 [1] each. An id counts again each time."""
+        """Number of keys since the run began that got a place, that lost their place, and that got a place again after
+        a loss, int64 [1] each. A key counts again each time."""
         self._lost = torch.zeros(self._slots + 1 if evicts else 0, dtype=torch.bool, device=device)
-        """Whether an id has lost its place, by id modulo the slots: `returned` may be too large, never too small."""
+        """Whether a key has lost its place, by its number modulo the slots: `returned` may be too large, never too
+        small."""
 
     def next_batch(self, is_new: Tensor | None) -> None:
-        """Counts a batch before its ids are placed. is_new: int32 [1] on the device, 0 for a batch that was counted
-        already, whose ids keep the batch numbers at which they were named; None means 1."""
+        """Counts a batch before its keys are placed. is_new: int32 [1] on the device, 0 for a batch that was counted
+        already, whose keys keep the batch numbers at which they were named; None means 1."""
         if is_new is None:
             self._is_new.fill_(1)
         else:
             self._is_new.copy_(is_new)
         self._batch += self._is_new
 
-    def find(self, ids: Tensor, places: Tensor) -> None:
-        """places[n] = the place of ids[n], -1 where it has none. ids: int32 or int64 [N], places: int32."""
-        find_ids(ids, self._map, places)
+    def find(self, keys: Keys, places: Tensor) -> None:
+        """places[n] = the place of keys[n], -1 where it has none. keys: N; places: int32 [N]."""
+        find_ids(keys, self._map, places)
 
-    def place(self, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes to places[n] the place of ids[n], assigning places to new ids; -1 for ids below 0, and if no place is
-        left.
+    def place(self, keys: Keys, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes to places[n] the place of keys[n], assigning places to new keys; -1 for what is no key, and if no
+        place is left.
 
-        ids: int32 or int64 [N], equal ids adjacent; places: int32 [N]. Returns the newly assigned places, int32 [N],
-        each once and -1 elsewhere; and the number of distinct ids without a place, int64 [1].
+        keys: N, equal keys adjacent; places: int32 [N]. Returns the newly assigned places, int32 [N], each once and -1
+        elsewhere; and the number of distinct keys without a place, int64 [1].
         """
-        find_ids(ids, self._map, places)
+        find_ids(keys, self._map, places)
         self._name(places)
-        opens = ids >= 0
-        opens[1:] &= ids[1:] != ids[:-1]
+        valid = keys.valid
+        opens = valid & _differ_from_previous(keys)
         new = opens & (places < 0)
         nth = new.cumsum(0) - 1
         if self._evicts:
             self._evict(nth[-1:] + 1)
         given = new & (nth < self._free_count)
         fresh = torch.where(given, self._free[(self._free_count - 1 - nth).clamp_(min=0)], -1)
-        insert_ids(ids, fresh, self._map, self._slot_of)
+        insert_ids(keys, fresh, self._map, self._slot_of)
         count = given.sum()
         if self._evicts:
-            self.returned += (given & self._lost[ids % self._slots]).sum()
+            self.returned += (given & self._lost[keys.numbers % self._slots]).sum()
         self._free_count -= count
         self.made += count
-        first = torch.where(opens, torch.arange(len(ids), device=self._device), 0).cummax(0).values
-        places.copy_(torch.where(ids >= 0, torch.where(new, fresh, places)[first], -1))
+        first = torch.where(opens, torch.arange(len(places), device=self._device), 0).cummax(0).values
+        places.copy_(torch.where(valid, torch.where(new, fresh, places)[first], -1))
         self._name(places)
         return fresh, (new & (fresh < 0)).sum().view(1)
 
     def _name(self, places: Tensor) -> None:
-        """Notes that this batch names the ids of these places, if it is new."""
+        """Notes that this batch names the keys of these places, if it is new."""
         at = self._or_nobody(places)
         self._last.index_copy_(0, at, torch.where(self._is_new > 0, self._batch, self._last[at]))
 
@@ -103,7 +105,7 @@ class IdMap:
         return torch.where(places < 0, self.places, places).long()
 
     def _evict(self, wanted: Tensor) -> None:
-        """Evicts ids until `wanted` places, int64 [1], are free, or until the window has no more candidates."""
+        """Evicts keys until `wanted` places, int64 [1], are free, or until the window has no more candidates."""
         window = (self._batch.long() * len(self._window) + self._window) % self.places
         last = self._last[window]
         may = (self._slot_of[window] >= 0) & (last < self._batch - 1)
@@ -113,18 +115,19 @@ class IdMap:
         taken = nth < count
         place = torch.where(taken, window[order], self.places)
         slot = torch.where(taken, self._slot_of[place].long(), self._slots)
-        self._lost.index_fill_(0, torch.where(taken, self._ids[slot] % self._slots, self._slots), True)
-        self._ids.index_fill_(0, slot, EMPTY)
+        lost = Keys(self._all.ids, self._all.tables).some(slot).numbers % self._slots
+        self._lost.index_fill_(0, torch.where(taken, lost, self._slots), True)
+        self._all.places.index_fill_(0, slot, EMPTY)
         self._slot_of.index_fill_(0, place, -1)
         self._free.index_copy_(0, torch.where(taken, self._free_count + nth, self.places), place.int())
         self._free_count += count
         self.evicted += count
 
     def memory(self) -> list[Tensor]:
-        """Returns everything that placing ids changes."""
+        """Returns everything that placing keys changes."""
         return [
-            self._ids, self._map.places, self._slot_of, self._last, self._free, self._free_count, self._batch,
-            self.made, self.evicted, self.returned, self._lost,
+            *(part for part in self._all if part is not None), self._slot_of, self._last, self._free, self._free_count,
+            self._batch, self.made, self.evicted, self.returned, self._lost,
         ]  # fmt: skip
 
     # Entries: these wait for the device
@@ -133,13 +136,14 @@ class IdMap:
         """Returns the content of the map. Places are assigned in order, and an evicted place is reused at once, so the
         empty places are the last ones."""
         count = self.places - int(self._free_count)
-        return Entries(self._ids[self._slot_of[:count].long()], self._last[:count].clone())
+        held = Keys(self._all.ids, self._all.tables).some(self._slot_of[:count].long())
+        return Entries(held, self._last[:count].clone())
 
     def load(self, entries: Entries) -> None:
         """Replaces the content by `entries`, of which there are at most as many as places."""
-        count = len(entries.ids)
+        count = len(entries.last)
         assert count <= self.places, "checked by the caller"
-        self._ids.fill_(EMPTY)
+        self._all.places.fill_(EMPTY)
         self._slot_of.fill_(-1)
         self._free[:-1] = torch.arange(self.places - 1, -1, -1, device=self._device)
         self._free_count.fill_(self.places - count)
@@ -147,8 +151,8 @@ class IdMap:
         place = torch.arange(count, dtype=torch.int32, device=self._device)
         for first in range(0, count, _CHUNK):
             some = slice(first, first + _CHUNK)
-            insert_ids(entries.ids[some], place[some], self._map, self._slot_of)
-        assert not bool((place < 0).any()), "an id found no slot"
+            insert_ids(entries.keys.some(some), place[some], self._map, self._slot_of)
+        assert not bool((place < 0).any()), "a key found no slot"
         for counted in (self.made, self.evicted, self.returned, self._lost):
             counted.zero_()
 
@@ -165,3 +169,17 @@ class IdMap:
         counts = {"made": self.made, "evicted": self.evicted, "returned": self.returned}
         used = self.places - int(self._free_count)
         return {"places": self.places, "used": used} | {name: int(count) for name, count in counts.items()}
+
+
+def _each(slots: IdSlots, of: Callable[[Tensor], Tensor]) -> IdSlots:
+    """Returns the function's results for each memory of the slots."""
+    return IdSlots(of(slots.ids), of(slots.places), None if slots.tables is None else of(slots.tables))
+
+
+def _differ_from_previous(keys: Keys) -> Tensor:
+    """Returns whether each key differs from the one before it, bool [N]; the first one does."""
+    differ = torch.ones_like(keys.ids, dtype=torch.bool)
+    differ[1:] = keys.ids[1:] != keys.ids[:-1]
+    if keys.tables is not None:
+        differ[1:] |= keys.tables[1:] != keys.tables[:-1]
+    return differ

@@ -45,12 +45,13 @@ class Choices:
             )
 
     def replicated(self, most_rows: int) -> tuple[int, ...]:
-        """Returns the tables to replicate: those constrained so, and all free ones with at most `most_rows` rows."""
-        kinds = ((table, self._kind(table)) for table in range(self._tables.count))
+        """Returns the tables to replicate: those constrained so, and all free ones with at most `most_rows` rows. A
+        replicated table is on the device."""
         return tuple(
             table
-            for table, kind in kinds
-            if kind == "data-parallel" or (kind is None and self._tables.rows[table] <= most_rows)
+            for table, rows in enumerate(self._tables.rows)
+            if self._kind(table) == "data-parallel"
+            or (self._kind(table) is None and not self._in_host_memory(table) and rows <= most_rows)
         )
 
     def may_split_rows(self, table: int) -> bool:
@@ -99,6 +100,11 @@ class Choices:
     def _kind(self, table: int) -> ShardingKind | None:
         constraint = self._constraints.get(table)
         return None if constraint is None else constraint.kind
+
+    def _in_host_memory(self, table: int) -> bool:
+        """Whether host memory is to hold some of a table's rows."""
+        constraint = self._constraints.get(table)
+        return constraint is not None and constraint.device_share not in (None, 1)
 
     def _of_kind(self, kind: ShardingKind) -> tuple[int, ...]:
         return tuple(table for table in range(self._tables.count) if self._kind(table) == kind)

@@ -1,7 +1,7 @@
 """Costs of tables in two tiers of memory (--table-memory): each rank's part in each tier, and the traffic between them.
 
-The prediction assumes the best fixed placement, with a rank's most frequently named rows, over all its tables, on the
-device. A placement that learns during training misses more.
+The prediction assumes the best fixed placement, with the most frequently named rows on the device, of each table with a
+share of its own and over all other tables of a rank. A placement that learns during training misses more.
 """
 
 import math
@@ -20,10 +20,13 @@ from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard, bytes_of_rank
 from dlrm_bench.dlrm.tables.row_counts import read_counts
 from dlrm_bench.dlrm.tables.row_rates import RowRates, random_rates
 from dlrm_bench.dlrm.tables.tables import Tables
-from dlrm_bench.dlrm.tables.tiers.table_memory import LEAST_ROWS, TableMemory
+from dlrm_bench.dlrm.tables.tiers.table_memory import DeviceRows, TableMemory
 
 _GB, _KB = 1e9, 1024
 _BINS = 1000
+_LACKING_US = 1e6
+"""Cost of each row by which --table-memory is too small: above all times, and less if the plan is nearer to one that
+fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,8 @@ class TierLoad:
     """Weights and optimizer state on the device, replicated tables included."""
     host_bytes: int
     missed_rows: float
-    """Distinct rows in host memory that a global batch names; the same number leaves the device."""
+    """Distinct rows in host memory that a global batch names; the same number leaves the device. Those of tables that
+    are all in host memory are used there instead, which counts the same."""
     missed_columns: float
     """Columns of all those rows, without their state."""
     moved_bytes: float
@@ -59,21 +63,28 @@ def tier_loads(
         shards = plan.of_rank(rank)
         columns = shards[0].columns
         row_bytes = 4 * (columns + optimizer.state_columns(columns))
-        rows = sum(shard.rows(tables) for shard in shards)
-        memory.check_rows(rank, rows, row_bytes)
-        device_rows = memory.device_rows(rows, row_bytes)
-        missed = missed_rows([(shard, rates[shard.table]) for shard in shards], device_rows, global_batch_size)
+        on_device = memory.checked_rows(rank, shards, tables, row_bytes)
+        missed = _missed_rows(shards, on_device, global_batch_size, rates)
         replicated = sum(bytes_of_rank((), plan.replicated, tables, optimizer.state_columns))
         loads.append(
             TierLoad(
-                device_bytes=device_rows * row_bytes + replicated,
-                host_bytes=(rows - device_rows) * row_bytes,
+                device_bytes=on_device.total * row_bytes + replicated,
+                host_bytes=(sum(shard.rows(tables) for shard in shards) - on_device.total) * row_bytes,
                 missed_rows=missed,
                 missed_columns=missed * columns,
                 moved_bytes=missed * row_bytes,
             )
         )
     return loads
+
+
+def _missed_rows(shards: Sequence[Shard], on_device: DeviceRows, samples: int, rates: Sequence[RowRates]) -> float:
+    """Returns `missed_rows` of a rank: of each shard with rows of its own, and of the others together."""
+    with_rates = [(shard, rates[shard.table]) for shard in shards]
+    own = [([one], rows) for one, rows in zip(with_rates, on_device.of_shards, strict=True) if rows is not None]
+    others = [one for one, rows in zip(with_rates, on_device.of_shards, strict=True) if rows is None]
+    together = [(others, on_device.shared)] if others else []
+    return sum(missed_rows(some, rows, samples) for some, rows in own + together)
 
 
 def missed_rows(shards: Sequence[tuple[Shard, RowRates]], device_rows: int, samples: int) -> float:
@@ -114,31 +125,43 @@ class Exchanges:
             bins = np.minimum(np.log(highest / np.maximum(of.rates, least)) / width, _BINS - 1).astype(np.int64)
             np.add.at(self._rows[table], bins, of.rows)
             np.add.at(self._named[table], bins, -of.rows * np.expm1(-global_batch_size * of.rates))
+        shares = memory.shares.items()
+        self._own = {
+            table: self._missed([table], math.floor(share * tables.rows[table])).sum() for table, share in shares
+        }
+        """Missed rows of each table with a share of its own."""
         self._of_table = self._table_us(world_size)
 
     def us(self, shards: Sequence[Shard]) -> float:
-        """Returns the microseconds of a rank with these shards (whole tables or column shards of one width); infinite
-        if its device would hold too few rows."""
-        held, row_bytes = [shard.table for shard in shards], self._row_bytes(shards[0].columns)
-        device_rows = self._memory.device_rows(sum(self._tables.rows[table] for table in held), row_bytes)
-        if device_rows < LEAST_ROWS:
-            return math.inf
-        missed = float(self._missed(self._rows[held].sum(0), self._named[held].sum(0), device_rows).sum())
+        """Returns the microseconds of a rank with these shards (whole tables or column shards of one width); far more
+        than any exchange if its device would hold too few rows."""
+        row_bytes = self._row_bytes(shards[0].columns)
+        on_device = self._memory.device_rows(shards, self._tables, row_bytes)
+        if on_device.lacking:
+            return _LACKING_US * on_device.lacking
+        others = [shard.table for shard in shards if shard.table not in self._own]
+        missed = float(self._missed(others, on_device.shared).sum())
+        missed += sum(self._own.get(shard.table, 0.0) for shard in shards)
         return _exchange_us(missed, missed * row_bytes, self._costs)
 
     def table_us(self, table: int) -> float:
-        """Returns the microseconds of a table's rows if the device's memory is divided among all tables."""
+        """Returns the microseconds of a table's rows if the device's memory is divided among all tables without a share
+        of their own."""
         return self._of_table[table]
 
     def _table_us(self, world_size: int) -> list[float]:
-        row_bytes, rows = self._row_bytes(self._tables.columns), self._rows.sum(0)
-        device_rows = world_size * self._memory.device_rows(sum(self._tables.rows) // world_size, row_bytes)
-        missed = self._missed(rows, self._named.sum(0), device_rows)
-        share = np.divide(missed, self._named.sum(0), out=np.zeros(_BINS), where=missed > 0)
-        return [_exchange_us(n, n * row_bytes, self._costs) for n in (self._named * share).sum(1).tolist()]
+        tables, shares, row_bytes = self._tables, self._memory.shares, self._row_bytes(self._tables.columns)
+        others = [table for table in range(tables.count) if table not in shares]
+        device_rows = world_size * self._memory.most_rows(sum(tables.rows) // world_size, row_bytes)
+        device_rows -= sum(math.floor(share * tables.rows[table]) for table, share in shares.items())
+        missed, named = self._missed(others, max(0, device_rows)), self._named[others].sum(0)
+        part = np.divide(missed, named, out=np.zeros(_BINS), where=missed > 0)
+        of_tables = [self._own.get(table, (self._named[table] * part).sum()) for table in range(tables.count)]
+        return [_exchange_us(float(n), float(n) * row_bytes, self._costs) for n in of_tables]
 
-    def _missed(self, rows: NDArray[np.float64], named: NDArray[np.float64], device_rows: int) -> NDArray[np.float64]:
-        """Returns the missed rows by bin, for `rows` rows of which a batch names `named`."""
+    def _missed(self, tables: Sequence[int], device_rows: int) -> NDArray[np.float64]:
+        """Returns the missed rows by bin, of tables that together have `device_rows` rows on the device."""
+        rows, named = self._rows[tables].sum(0), self._named[tables].sum(0)
         in_host = np.clip(np.cumsum(rows) - device_rows, 0, rows)
         return named * np.divide(in_host, rows, out=np.zeros_like(rows), where=rows > 0)
 

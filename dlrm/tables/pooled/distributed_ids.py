@@ -16,7 +16,7 @@ class SortedIds:
 
     ids: Tensor
     """int32, flat: rows of all tables, counted one table after another, in ascending order; for picked ids, -1 after
-    the last."""
+    the last. Raw ids: int64, by table, then by id."""
     bags: Tensor
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     peers: PeerTensors | None = None
@@ -54,5 +54,5 @@ class DistributedIds:
 
     @property
     def ids(self) -> Tensor:
-        """int32 [part][T][G, hot], flat; rows of their table."""
+        """int32 [part][T][G, hot], flat; rows of their table; raw ids are int64."""
         return self.received.own

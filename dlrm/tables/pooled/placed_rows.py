@@ -1,6 +1,8 @@
 """Rows of a rank's pooled tables whose memory is not indexed by row number: rows on two tiers of memory (tiers/), or
 created when first named (dynamic/). Lookup and update then use places."""
 
+from itertools import accumulate, pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,11 +13,12 @@ from dlrm_bench.dlrm.tables.pooled.distributed_ids import PlacedIds, SortedIds
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import Layout
 from dlrm_bench.dlrm.tables.row_counts import read_counts
-from dlrm_bench.dlrm.tables.row_numbers import RowNumbers
+from dlrm_bench.dlrm.tables.row_numbers import RawIds, RowNumbers
 from dlrm_bench.dlrm.tables.row_rates import assumed_rates
-from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
-from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
+from dlrm_bench.dlrm.tables.tiers.placement import Pool
+from dlrm_bench.dlrm.tables.tiers.table_memory import DeviceRows, TableMemory
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
+from dlrm_bench.kernels.embedding.id_map import Keys
 
 
 def rows_on_tiers(layout: Layout, shape: TBEShape, memory: TableMemory) -> TieredRows:
@@ -23,31 +26,43 @@ def rows_on_tiers(layout: Layout, shape: TBEShape, memory: TableMemory) -> Tiere
     tables, plan, ranks = layout.tables, layout.plan, layout.ranks
     if layout.in_row_parts:
         raise ValueError("--table-memory cannot be used with row-wise sharding: shard by tables or columns")
-    row_bytes = {}
-    for rank in range(plan.world_size):  # every rank checks all ranks, so that all agree
-        shards = plan.of_rank(rank)
-        row_bytes[rank] = 2 * 4 * shards[0].columns
-        memory.check_rows(rank, sum(shard.rows(tables) for shard in shards), row_bytes[rank])
-    rows = sum(shape.rows)
-    device_rows = memory.device_rows(rows, row_bytes[ranks.rank])
-    sizes = PlacementSizes.of_batches(rows, device_rows, shape.ids)
+    of_ranks = [
+        memory.checked_rows(rank, shards, tables, 2 * 4 * shards[0].columns)  # all ranks check all, so that they agree
+        for rank, shards in enumerate(map(plan.of_rank, range(plan.world_size)))
+    ]
     counts = None if memory.counts is None else read_counts(memory.counts, tables)
-    expected, start = np.empty(rows, np.float32), 0
+    expected, start = np.empty(sum(shape.rows), np.float32), 0
     for shard in plan.of_rank(ranks.rank):
         of_table, hot = tables.rows[shard.table], tables.hot[shard.table]
         rates = assumed_rates(of_table, hot) if counts is None else counts.row_rates(shard.table)
         expected[start : start + of_table] = rates
         start += of_table
     expected *= shape.parts * shape.samples
-    return TieredRows(sizes, shape.columns, ranks.device, expected)
+    return TieredRows(_pools(shape, of_ranks[ranks.rank]), shape.columns, ranks.device, expected)
+
+
+def _pools(shape: TBEShape, on_device: DeviceRows) -> list[Pool]:
+    """Returns the pools of a rank's rows: of each table with a share of its own, and of the others together."""
+    rows = [range(*ends) for ends in pairwise(accumulate(shape.rows, initial=0))]
+    hot = (shape.parts * shape.samples * hot for hot in shape.hot)
+    ids = [range(*ends) for ends in pairwise(accumulate(hot, initial=0))]
+    pools = [
+        Pool.of_batches([rows[table]], [ids[table]], own)
+        for table, own in enumerate(on_device.of_shards)
+        if own is not None
+    ]
+    others = [table for table, own in enumerate(on_device.of_shards) if own is None]
+    if others:
+        pools.append(Pool.of_batches([rows[i] for i in others], [ids[i] for i in others], on_device.shared))
+    return pools
 
 
 def empty_placed(ids: Tensor, updates: bool) -> PlacedIds:
-    """Returns memory for the places of one batch's rows. ids: int32, gives the shape. updates: whether rows are
-    updated."""
+    """Returns memory for the places of one batch's rows. ids: give the shape. updates: whether rows are updated."""
+    lookup = torch.zeros_like(ids, dtype=torch.int32)
     if not updates:
-        return PlacedIds(torch.zeros_like(ids), None)
-    return PlacedIds(torch.zeros_like(ids), torch.zeros_like(ids), torch.full_like(ids[:1], -1))
+        return PlacedIds(lookup, None)
+    return PlacedIds(lookup, torch.zeros_like(lookup), torch.full_like(lookup[:1], -1))
 
 
 def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds) -> None:
@@ -61,16 +76,16 @@ def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, place
     tiers.placement.places(rows, placed.lookup)
 
 
-def make_rows(dynamic: DynamicRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds, is_new: Tensor) -> None:
+def make_rows(dynamic: DynamicRows, rows: Keys, ordered: Keys | None, placed: PlacedIds, is_new: Tensor) -> None:
     """Creates a batch's new rows, and fills `placed`.
 
-    rows: int32, in the order of the ids. ordered: the same rows, sorted; None for an evaluation, which creates none.
+    rows: in the order of the ids. ordered: the same rows, sorted; None for an evaluation, which creates none.
     is_new: int32 [1] on the device, 0 for a batch that is distributed again.
     """
     if ordered is not None and placed.sorted is not None:
         assert placed.lacking is not None
         dynamic.map.next_batch(is_new)
-        placed.lacking.copy_(dynamic.place(ordered.ids, placed.sorted))
+        placed.lacking.copy_(dynamic.place(ordered, placed.sorted))
     dynamic.map.find(rows, placed.lookup)
 
 
@@ -85,5 +100,6 @@ def named_rows(layout: Layout, tbe: FixedTBE, seed: int, places: RowPlaces) -> D
     plan, rank = layout.plan, layout.ranks.rank
     assert all(shard.row_parts == 1 and shard.columns == layout.tables.columns for shard in plan.shards), "whole tables"
     assert not plan.replicated, "each table on one rank"
-    numbers = RowNumbers.of_whole(layout.tables, [shard.table for shard in plan.of_rank(rank)])
+    held = tuple(shard.table for shard in plan.of_rank(rank))
+    numbers = RawIds(held) if layout.tables.raw_ids else RowNumbers.of_whole(layout.tables, held)
     return DynamicRows(numbers, layout.tables, seed, places, (tbe.weights, tbe.state))

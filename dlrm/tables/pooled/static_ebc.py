@@ -120,6 +120,7 @@ class StaticEBC:
             samples=self._part_samples,
             dtype=shape.dtype,
             parts=shape.parts,
+            raw_ids=tables.raw_ids,
         )
         self._tiers = placed_rows.rows_on_tiers(layout, tbe_shape, memory) if isinstance(memory, TableMemory) else None
         rate = float(updates.learning_rate)
@@ -155,8 +156,8 @@ class StaticEBC:
         """Sends the ids of this rank's samples, and receives the ids of this rank's shards in `out`; `sort` follows.
         Collective.
 
-        ids: int32, the flat ids of one Batch, on the device. out: from `empty_ids`; with peer memory the other ranks
-        write to it, see PeerIdsExchange.
+        ids: the flat ids of one Batch, on the device: int32, or raw ids, int64. out: from `empty_ids`; with peer memory
+        the other ranks write to it, see PeerIdsExchange.
         """
         self._ids_exchange.exchange(ids, out.received)
         if self._row_parts is not None and out.picked is not None:
@@ -207,7 +208,7 @@ class StaticEBC:
             peers = self._shared_sort.empty()
             return SortedIds(*self._shared_sort.views(peers), peers)
         size = ids.received.own if ids.picked is None else ids.picked.rows
-        return SortedIds(torch.zeros_like(size), torch.zeros_like(size))
+        return SortedIds(torch.zeros_like(size), torch.zeros_like(size, dtype=torch.int32))
 
     def expect(self, ids: DistributedIds) -> None:
         """Announces an input dist into `ids` and its `agree`, before their launch: `eager_ids` waits for them."""
@@ -259,11 +260,11 @@ class StaticEBC:
         """
         if ids.placed is None:
             return
-        rows = self._tbe.rows_of(ids.ids)
         if self.dynamic is not None:
-            placed_rows.make_rows(self.dynamic, rows, ids.sorted, ids.placed, is_new)
+            ordered = None if ids.sorted is None else self._tbe.sorted_keys(ids.sorted.ids)
+            placed_rows.make_rows(self.dynamic, self._tbe.keys_of(ids.ids), ordered, ids.placed, is_new)
         if self._tiers is not None:
-            placed_rows.bring_rows(self._tiers, rows, ids.sorted, ids.placed)
+            placed_rows.bring_rows(self._tiers, self._tbe.rows_of(ids.ids), ids.sorted, ids.placed)
 
     def bring_late_rows(self, ids: DistributedIds) -> None:
         """Moves the remaining rows of `ids` to the device, after the previous batch's update and `bring_rows`."""
@@ -276,7 +277,7 @@ class StaticEBC:
         """Creates the rows of an evaluation that no batch has named, in separate memory, until the next evaluated
         batch. Launches nothing unless rows are `dynamic`."""
         if self.dynamic is not None and ids.placed is not None:
-            self.dynamic.place_unnamed(self._tbe.rows_of(ids.ids), ids.placed.lookup)
+            self.dynamic.place_unnamed(self._tbe.keys_of(ids.ids), ids.placed.lookup)
 
     def lookup(self, ids: DistributedIds, part: int = 0) -> Tensor | None:
         """Looks up a part of the global batch; returns the argument for `output_dist`."""

@@ -15,7 +15,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 
 from dlrm_bench.dlrm.optimizers import SGD, Adagrad, RowWiseAdagrad, TableOptimizer
+from dlrm_bench.dlrm.tables.pooled.raw_order import RawOrder
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
+from dlrm_bench.kernels.embedding.id_map import Keys
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.peer_tensors import PeerTensors
@@ -42,6 +44,8 @@ class TBEShape:
     dtype: torch.dtype
     """The format of pooled vectors: fp32 or bf16."""
     parts: int = 1
+    raw_ids: bool = False
+    """Whether ids are int64 of any value instead of rows."""
 
     @property
     def ids(self) -> int:
@@ -106,6 +110,10 @@ class FixedTBE:
         self._part_ids, self.num_ids = start, parts * start
         self._shape, self._rows, self._device = shape, sum(rows), device
         self._order: SortTable | None = None
+        self._raw_order: RawOrder | None = None
+        if shape.raw_ids:
+            assert places is not None, "raw ids have places"
+            self._raw_order = RawOrder(*self._tables_and_bags(range(self.num_tables)))
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the rate of FBGEMM's backward, starting with the next one; a captured backward keeps the rate of its
@@ -136,25 +144,39 @@ class FixedTBE:
 
     def sort_table(self, tables: Sequence[int]) -> SortTable:
         """Returns the SortTable to sort these tables' ids, [part][table][samples, hot], flat."""
+        of_ids, bags = self._tables_and_bags(tables)
+        first_rows = torch.tensor(self.first_row, dtype=torch.int32, device=self._device)
+        return SortTable(first_rows[of_ids], bags, self._rows)
+
+    def _tables_and_bags(self, tables: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Returns the table and the bag of each of these tables' ids, [part][table][samples, hot], flat, int32."""
         samples, parts, hot = self._shape.samples, self._shape.parts, torch.tensor(self._shape.hot)
         of_table = torch.tensor(tables, dtype=torch.int64)
         sizes = hot[of_table].repeat_interleave(samples)
         bag = (torch.arange(samples) * self.num_tables + of_table[:, None]).view(-1).repeat_interleave(sizes)
         part = torch.arange(parts)[:, None] * samples * self.num_tables
-        first_row = torch.tensor(self.first_row)[of_table].repeat_interleave(samples).repeat_interleave(sizes)
-        bags, first_rows = (
-            each.to(device=self._device, dtype=torch.int32) for each in ((part + bag).view(-1), first_row.repeat(parts))
-        )
-        return SortTable(first_rows, bags, self._rows)
+        of_ids = of_table.repeat_interleave(samples).repeat_interleave(sizes).repeat(parts)
+        return of_ids.to(self._device, torch.int32), (part + bag).view(-1).to(self._device, torch.int32)
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
         """Writes rows of `weights` in ascending order to sorted_ids, int32 [num_ids], and the bag of each to
-        sorted_bags."""
-        sort_ids(ids, self._all_tables(), sorted_ids, sorted_bags)
+        sorted_bags; of raw ids, int64, the ids themselves, by table, then by id."""
+        if self._raw_order is not None:
+            self._raw_order.sort(ids, sorted_ids, sorted_bags)
+        else:
+            sort_ids(ids, self._all_tables(), sorted_ids, sorted_bags)
 
     def rows_of(self, ids: Tensor) -> Tensor:
         """Returns each id's row, counted over all tables one after another, int32 [num_ids]."""
         return ids + self._all_tables().first_rows
+
+    def keys_of(self, ids: Tensor) -> Keys:
+        """Returns the keys of ids in the map of rows that are created when first named."""
+        return Keys(self.rows_of(ids)) if self._raw_order is None else self._raw_order.keys(ids)
+
+    def sorted_keys(self, sorted_ids: Tensor) -> Keys:
+        """Returns the same of ids that `sort` has sorted."""
+        return Keys(sorted_ids) if self._raw_order is None else self._raw_order.sorted_keys(sorted_ids)
 
     def _all_tables(self) -> SortTable:
         if self._order is None:  # created on first use: it needs as much memory as the ids

@@ -58,10 +58,10 @@ class OwnedRows:
             yield TableShard(table, self._part, self._parts, self.weights[of_rank], self.state[of_rank])
 
     @contextmanager
-    def unchanged(self, numbers: Tensor) -> Iterator[None]:
-        """Restores all rows bit for bit after the body, which trains on rows `numbers` only, int32 [N]. The body ends
-        after its training has ended."""
-        named = numbers.long()
-        rows = self.weights[named], self.state[named]
+    def unchanged(self, rows: int) -> Iterator[None]:
+        """Restores all rows bit for bit after the body, which trains only on the first `rows` rows of this rank's part
+        of each table. The body ends after its training has ended."""
+        named = self.numbers.first(rows).long().to(self.weights.device)
+        kept = self.weights[named], self.state[named]
         yield
-        self.weights[named], self.state[named] = rows
+        self.weights[named], self.state[named] = kept

@@ -23,7 +23,7 @@ both cases train bit-identically.
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,12 +34,14 @@ from dlrm_bench.dlrm.optimizers import RowWiseAdagrad
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.overflows import Overflows
+from dlrm_bench.dlrm.tables.row_numbers import RowNumbers
 from dlrm_bench.dlrm.tables.sequence.capacity import IdCapacity
 from dlrm_bench.dlrm.tables.sequence.owned_rows import OwnedRows, TableShard
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.kernels.embedding.distinct_rows import DistinctRows, distinct_rows, owner_keys
 from dlrm_bench.kernels.embedding.distinct_sums import distinct_sums
 from dlrm_bench.kernels.embedding.gather_rows import gather_rows
+from dlrm_bench.kernels.embedding.id_map import Keys
 from dlrm_bench.kernels.embedding.row_wise_adagrad import row_wise_adagrad
 from dlrm_bench.kernels.input_dist.sort_ids import SortTable, sort_ids
 from dlrm_bench.kernels.non_finite import Watch
@@ -117,9 +119,11 @@ class SequenceTables:
         gradient sums between ranks. dynamic: this rank's dynamic rows, of the same tables and seed; None: all rows are
         in memory. ValueError if the tables have too many rows. Collective: makes process groups."""
         assert tables.columns & (tables.columns - 1) == 0, "checked with the configuration"
+        assert not tables.raw_ids, "no model of sequences has raw ids"
         self.tables, self._rate, self._eps, self._dtype = tables, rate, optimizer.eps, exchange
         self._ranks, self._device = ranks.world_size, ranks.device
         self.dynamic = dynamic
+        self._numbers = RowNumbers.of_parts(tables, ranks)
         self._owned: OwnedRows | DynamicRows = dynamic or OwnedRows(tables, ranks, seed)
         self._ids_group = self._rows_group = None
         self._overflows: Overflows | None = None
@@ -139,11 +143,11 @@ class SequenceTables:
         assert len(capacity.places) == self.tables.count, "places of each table"
         self.capacity = capacity
         places = torch.tensor(capacity.places)
-        first_rows = torch.tensor(self._owned.numbers.first_rows, dtype=torch.int32).repeat_interleave(places)
+        first_rows = torch.tensor(self._numbers.first_rows, dtype=torch.int32).repeat_interleave(places)
         self._first_rows = first_rows.to(self._device)
         self._keys = torch.empty_like(self._first_rows)
         """Keys of the batch that is being distributed."""
-        self._sort = self._sort_table(capacity.count, self._ranks * self._owned.numbers.count)
+        self._sort = self._sort_table(capacity.count, self._ranks * self._numbers.count)
         self._entries = capacity.list_entries(self._ranks) if self._ranks > 1 else 0
         self._sort_owned: SortTable | None = None
         """Sort of lists of `_entries`."""
@@ -164,7 +168,7 @@ class SequenceTables:
         if self._ranks > 1:
             self._lists = self._lists or self._empty_lists(self._entries)
             if updates and self._sort_owned is None:
-                self._sort_owned = self._sort_table(self._ranks * self._entries, self._owned.numbers.count)
+                self._sort_owned = self._sort_table(self._ranks * self._entries, self._numbers.count)
             exchanged = self._empty_exchanged(self._entries, updates)
         placed = self._empty_placed(self._ranks * self._entries or self.capacity.count, updates)
         if self._overflows is not None and (exchanged is not None or updates):
@@ -207,7 +211,7 @@ class SequenceTables:
         ids: int32 [K], rows of their table (not checked), -1 in unused places. into: from `empty_ids`. is_new: int32
         [1] on the device, 0 for a batch that is distributed again; None means 1.
         """
-        count = self._owned.numbers.count
+        count = self._numbers.count
         owner_keys(ids, self._first_rows, self._ranks, count, self._keys)
         sort_ids(self._keys, self._sort, into.sorted.rows, into.sorted.places)
         if into.exchanged is not None:
@@ -234,12 +238,12 @@ class SequenceTables:
             return None
         placed, exchanged = rows.placed, rows.exchanged
         if placed.updated is None:
-            self.dynamic.map.find(self._read_of(rows), placed.read)
+            self.dynamic.map.find(Keys(self._read_of(rows)), placed.read)
             return None
         if exchanged is None:
-            return self.dynamic.place(rows.sorted.rows, placed.updated)
+            return self.dynamic.place(Keys(rows.sorted.rows), placed.updated)
         assert exchanged.owned is not None, "rows that are updated are sorted"
-        lacking = self.dynamic.place(exchanged.owned.rows, placed.updated)
+        lacking = self.dynamic.place(Keys(exchanged.owned.rows), placed.updated)
         placed.read.index_copy_(0, exchanged.owned.places.long(), placed.updated)
         return lacking
 
@@ -249,14 +253,14 @@ class SequenceTables:
         return rows.sorted.rows if rows.exchanged is None else rows.exchanged.received.view(-1)
 
     def _exchange_ids(self, ordered: SortedRows, out: ExchangedRows) -> None:
-        distinct_rows(ordered.rows, self._owned.numbers.count, out.distinct)
+        distinct_rows(ordered.rows, self._numbers.count, out.distinct)
         dist.all_to_all_single(out.received, out.distinct.rows, group=self._ids_group)
         if out.owned is not None:
             sort_ids(out.received.view(-1), self._sort_of(out), out.owned.rows, out.owned.places)
 
     def _sort_of(self, exchanged: ExchangedRows) -> SortTable:
         if self._sort_owned is None or exchanged.entries != self._entries:  # of one batch that overflowed
-            return self._sort_table(exchanged.received.numel(), self._owned.numbers.count)
+            return self._sort_table(exchanged.received.numel(), self._numbers.count)
         return self._sort_owned
 
     def eager_rows(self, rows: DistributedRows) -> DistributedRows | None:
@@ -308,7 +312,7 @@ class SequenceTables:
         gather_rows(self._owned.weights, read, out, places)
         if self.dynamic is not None and rows.placed is not None and rows.placed.updated is None:
             targets = torch.arange(len(read), dtype=torch.int32, device=self._device) if places is None else places
-            self.dynamic.write_unnamed(self._read_of(rows), read, out, targets)
+            self.dynamic.write_unnamed(Keys(self._read_of(rows)), read, out, targets)
 
     def _lists_of(self, exchanged: ExchangedRows) -> tuple[Tensor, Tensor]:
         if self._lists is None or exchanged.entries != self._entries:
@@ -358,9 +362,7 @@ class SequenceTables:
         """All weights and optimizer state of this rank, fp32 [R, columns] and [R, 1]."""
         return self._owned.weights, self._owned.state
 
-    @contextmanager
-    def unchanged(self, rows: int) -> Iterator[None]:
+    def unchanged(self, rows: int) -> AbstractContextManager[None]:
         """Restores all rows bit for bit after the body, which trains only on the first `rows` rows of this rank's part
         of each table. The body ends after its training has ended."""
-        with self._owned.unchanged(self._owned.numbers.first(rows).to(self._device)):
-            yield
+        return self._owned.unchanged(rows)

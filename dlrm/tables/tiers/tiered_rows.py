@@ -1,5 +1,7 @@
 """The rows of a rank's tables in two tiers of memory, each row at its place."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_bench.dlrm.tables.tiers.host_memory import host_zeros
-from dlrm_bench.dlrm.tables.tiers.placement import Placement, PlacementSizes, pieces
+from dlrm_bench.dlrm.tables.tiers.placement import Placement, Pool, pieces
 from dlrm_bench.kernels.embedding._placement_state import Moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
 
@@ -23,35 +25,34 @@ class TieredRows:
     """
 
     def __init__(
-        self,
-        sizes: PlacementSizes,
-        columns: int,
-        device: torch.device,
-        expected: NDArray[np.float32],
+        self, pools: Sequence[Pool], columns: int, device: torch.device, expected: NDArray[np.float32]
     ) -> None:
-        """expected: as for Placement. Collective. ValueError, on every rank, if any cannot allocate the memory."""
+        """pools, expected: as for Placement. Collective. ValueError, on every rank, if any cannot allocate the
+        memory."""
         memory, error = None, None
         try:
-            host = host_zeros(sizes.rows - sizes.device_rows, columns, device)
-            memory = Tiers(torch.zeros(sizes.device_rows, 2, columns, device=device), host)
+            self.placement = Placement(pools, device, expected)
+            host = host_zeros(self.placement.host_rows, columns, device)
+            memory = Tiers(torch.zeros(self.placement.device_rows, 2, columns, device=device), host)
         except (OSError, torch.OutOfMemoryError) as caught:
             error = str(caught).splitlines()[0]
         _raise_on_all_ranks(error)
         assert memory is not None
         self.memory = memory
-        self.placement = Placement(sizes, device, expected)
-        self._moves: Moves | None = None
+        self._moves: Sequence[Moves] | None = None
 
     def bring(self, rows: Tensor) -> None:
         """Assigns places to the rows of a batch, and moves those that the previous batch does not name. rows: as for
         Placement.plan."""
         self._moves = self.placement.plan(rows)
-        exchange_rows(self.memory, self._moves.device, self._moves.host, self._moves.early)
+        for moves in self._moves:
+            exchange_rows(self.memory, moves.device, moves.host, moves.early)
 
     def bring_late(self) -> None:
         """Moves the rows that the previous batch names too, after its update."""
         assert self._moves is not None, "after `bring`"
-        exchange_rows(self.memory, self._moves.device, self._moves.host, self._moves.late)
+        for moves in self._moves:
+            exchange_rows(self.memory, moves.device, moves.host, moves.late)
 
     def of_table(self, first: int, rows: int) -> tuple["StoredRows", "StoredRows"]:
         """Returns weights and state of `rows` rows from `first` on."""
@@ -60,12 +61,13 @@ class TieredRows:
         return weights, state
 
     def describe(self) -> dict[str, int | float]:
-        """Returns rows and gigabytes (10^9 bytes) of each tier, and Placement.counters over all batches so far. Waits
-        for the device."""
+        """Returns rows and gigabytes (10^9 bytes) of each tier, the rows that stay in host memory whatever names them,
+        and Placement.COUNTED over all batches so far. Waits for the device."""
         device, host = self.memory
         return {
             "device_rows": len(device),
             "host_rows": len(host),
+            "fixed_host_rows": self.placement.fixed_host_rows,
             "device_gb": float(f"{device.nbytes / 1e9:.4g}"),
             "host_gb": float(f"{host.nbytes / 1e9:.4g}"),
             **dict(zip(Placement.COUNTED, self.placement.state.counters.tolist(), strict=True)),
@@ -125,7 +127,7 @@ class StoredRows:
     def pieces(self, elements: int = _PIECE_ELEMENTS) -> "list[tuple[slice, StoredRows]]":
         """Returns the matrix in pieces of at most `elements` elements, each with its rows."""
         size = max(1, elements // max(1, len(self._columns)))
-        return [(rows, self[rows]) for rows in pieces(len(self._of_rows), size)]
+        return [(rows, self[rows]) for rows in pieces(range(len(self._of_rows)), size)]
 
 
 def _raise_on_all_ranks(error: str | None) -> None:

@@ -149,6 +149,33 @@ def test_tables_on_two_tiers_go_on_in_another_share_after_a_kill(tmp_path, memor
     assert len(read_record(tmp_path / "again").losses) in ((6,) if saved == "snapshot" else (6, 9))
 
 
+MADE = ["--pipeline=static", "--presort-ids", "--dynamic-rows=4500", "--evict-rows"]
+
+
+@pytest.mark.slow
+def test_rows_that_are_made_when_they_are_named_go_on_from_memory_after_a_kill(tmp_path, memory):
+    """While rows lose their places."""
+
+    def launch(run_id: str, *more: str, before: Callable[[], None] | None = None) -> Ended:
+        return forked_launch(2, tmp_path / f"of-{run_id}", [*flags(tmp_path, run_id, 12), *MADE, *more], before)
+
+    whole = launch("whole")
+    assert whole.statuses == [0, 0], whole
+    assert "lost their places" in whole.outputs[0]
+    takes = snapshot_flags(memory, 3)
+    killed = launch("killed", *takes, before=AllKilled(2))
+    assert killed.statuses == [-9, -9], killed
+    saved = tmp_path / "saved"
+    ended = launch("again", *takes, f"--checkpoint.path={saved}")
+    assert ended.statuses == [0, 0], ended
+    assert np.array_equal(losses(tmp_path / "again"), losses(tmp_path / "whole"))
+    assert len(read_record(tmp_path / "again").losses) == 6
+    assert not memory.exists()
+    more = launch("more", "--iterations=14", f"--resume={saved}")
+    assert more.statuses == [0, 0], more
+    assert np.array_equal(losses(tmp_path / "more")[:12], losses(tmp_path / "whole"))
+
+
 def environment(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/environ").read_text().split("\0")
 

@@ -33,6 +33,7 @@ from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data.content import data_content
 from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST
 from dlrm_bench.dlrm.dcnv2.data.planted import PlantedConfig, generate
+from dlrm_bench.pipeline.static.options import StaticOptions
 
 GBS = 16
 LOG = ':::MLLOG {"key": "init_start"}\n# a note\n'
@@ -113,6 +114,21 @@ def test_another_training_is_refused(tmp_path: Path) -> None:
         found(tmp_path)
     save(tmp_path, **of(100))
     with pytest.raises(ValueError, match="it has trained all of the 100 iterations asked for"):
+        found(tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_version_lacks_fields_of_later_ones(tmp_path: Path) -> None:
+    """These have their defaults; a field without a default is an error."""
+    given = state()["config"]
+    older = {key: value for key, value in given["model"].items() if key not in ("raw_ids", "table_scale")}
+    save(tmp_path, config=given | {"model": older})
+    assert found(tmp_path).first == 7
+    doubled = replace(config(None).model, table_scale=2.0)
+    with pytest.raises(ValueError, match=r"it was trained with --model\.table-scale 1\.0, and this run has 2\.0"):
+        found(tmp_path, model=doubled)
+    del older["num_embeddings"]
+    save(tmp_path, config=given | {"model": older})
+    with pytest.raises(ValueError, match=r"it was trained with --model\.num-embeddings None, and this run has \["):
         found(tmp_path)
 
 
@@ -278,3 +294,35 @@ def test_auto_takes_none_of_two_trainings(tmp_path: Path) -> None:
     given = automatic(memory, disk)
     with pytest.raises(ValueError, match="are of different trainings: name the one to continue from"):
         find_checkpoint(given, plan_schedule(given, None, 2))
+
+
+CAPACITIES = {"iteration": {"events": 2048}}
+
+
+def test_capacities_go_to_a_run_with_the_same_pipeline_and_batches(tmp_path: Path) -> None:
+    """Others count other samples, or have other shapes."""
+    save(tmp_path, **of(8), capacities=CAPACITIES)
+    assert found(tmp_path).capacities == CAPACITIES
+    static = replace(config(tmp_path), pipeline=StaticOptions())
+    for other, ranks in ((replace(config(tmp_path), local_batch_size=GBS), 1), (config(tmp_path), 4), (static, 2)):
+        resumed = find_checkpoint(other, plan_schedule(other, None, ranks))
+        assert resumed is not None
+        assert resumed.capacities == {}
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_capacities(tmp_path: Path) -> None:
+    save(tmp_path, **of(7))
+    assert found(tmp_path).capacities == {}
+
+
+@pytest.mark.parametrize(
+    ("capacities", "message"),
+    [
+        ({"iteration": {"events": 0}}, "a capacity is not positive"),
+        ({"iteration": {"events": "8"}}, "capacities.iteration.events is '8', expected int"),
+    ],
+)
+def test_damaged_capacities_are_refused(tmp_path: Path, capacities: Any, message: str) -> None:
+    save(tmp_path, **of(7), capacities=capacities)
+    with pytest.raises(ValueError, match=message):
+        found(tmp_path)

@@ -177,6 +177,18 @@ def test_pooled_tables_whose_rows_are_made_stay_whole(capsys: pytest.CaptureFixt
         print_plan(more, Topology.one_node(2))
 
 
+def test_the_plan_of_raw_ids_says_that_rows_are_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    numbered = changed(preset("mlperf-dcnv2"), "static", dynamic_rows=40_000_000)
+    needed = []
+    for config in (numbered, changed(numbered, model=replace(numbered.model, raw_ids=True))):
+        print_plan(config, Topology.one_node(2))
+        words = " ".join(capsys.readouterr().out.split())
+        needed += [float(found) for found in re.findall(r"; ([\d.]+) GB per rank with state, map", words)]
+    assert "39.2% of all 204,184,588 that are expected; 4" in words
+    assert words.endswith("The table shows the memory of all expected rows (--model.num-embeddings)")
+    assert needed[1] - needed[0] == pytest.approx(4e-9 * (1 << 27), abs=0.11), "the table of each slot"
+
+
 def test_constraints_are_obeyed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     config = changed(preset("launch-bound"), "static", constraints=("0,9=column-wise:32", "20=table-wise"))
     print_plan(config, Topology.one_node(2))

@@ -55,6 +55,25 @@ def test_tiers_by_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         print_plan(changed(config, model=replace(model, num_embeddings=(1001, *(1000,) * 25))), Topology.one_node(1))
 
 
+def test_shares_of_single_tables_are_shown_and_must_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"presort_ids": True, "table_memory": "0.5", "precision": "bf16"}
+    config = changed(preset("launch-bound"), "static", **options, constraints=("9=hbm:1", "0,20=hbm:0.1"))
+    print_plan(config, Topology.one_node(2))
+    text = capsys.readouterr().out
+    assert "as asked: --constraints cat_0,cat_20=hbm:0.1 cat_9=hbm:1" in text
+    assert "on the device at any time: 8,000,000 of the 80,000,000 rows of cat_0 cat_20" in text
+    assert "on the device at any time: 40,000,000 of the 40,000,000 rows of cat_9" in text
+    device, host = (sum(rank[tier] for rank in tiers_of(text)) for tier in (0, 1))
+    rows = sum(config.model.tables.rows)
+    assert device + host == pytest.approx(rows * 1024 / 1e9, rel=0.01)
+    assert device < host
+    ample = changed(config, table_memory="1", constraints=("0=hbm:0.9",))
+    with pytest.raises(ValueError, match=r"put 205\.0 GB of a rank on the device, which has 133\.9, and 4\.1 GB of a"):
+        print_plan(ample, Topology.one_node(1))
+    with pytest.raises(ValueError, match=r"--table-memory leaves rank 0 \d+ of .* by --constraints .*cat_9=hbm:1"):
+        print_plan(changed(config, table_memory="0.15"), Topology.one_node(2))
+
+
 def test_nodes_too_small_for_both_tiers_are_refused() -> None:
     config = changed(preset("launch-bound"), "static", presort_ids=True, table_memory="0.8")
     with pytest.raises(ValueError, match=r"share 0\.8\): tables and optimizer state take 209\.1 GB"):

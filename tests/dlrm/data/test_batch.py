@@ -29,6 +29,15 @@ def test_parts_are_aligned_and_disjoint(size: int) -> None:
     assert batch.labels.eq(2).all()
 
 
+def test_raw_ids_have_64_bits() -> None:
+    model = ModelConfig(num_embeddings=(5, 7), multi_hot_sizes=(3, 1), raw_ids=True)
+    batch = Batch.empty(9, model)
+    assert batch.ids.dtype == torch.int64
+    assert batch.ids.shape == (9 * 4,)
+    assert batch.ids.data_ptr() + batch.ids.nbytes == batch.storage.data_ptr() + storage_bytes(9, model)
+    assert (batch.ids.data_ptr() - batch.storage.data_ptr()) % ALIGNMENT == 0
+
+
 def test_one_copy_of_the_buffer_carries_everything(model: ModelConfig) -> None:
     batch = Batch.empty(8, model)
     batch.storage.random_(0, 100)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, zipf_ids
+from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, raw_ids, zipf_ids
 
 
 @given(rows=st.integers(1, 2**31 - 2), exponent=st.floats(0, 5), seed=st.integers(0, 99))
@@ -85,3 +85,18 @@ def test_hashed_ids_are_uniform_and_independent(salt: int) -> None:
 def test_the_salt_decides() -> None:
     first = np.arange(1000, dtype=np.int32)
     assert (hashed_ids(first, 9, 1000, 0) == hashed_ids(first, 9, 1000, 1)).mean() < 0.01
+
+
+@given(row=st.integers(0, 2**31 - 1), salt=st.integers(0, 2**31 - 1))
+def test_raw_ids_by_the_formula(row: int, salt: int) -> None:
+    found = raw_ids(np.array([[row]], dtype=np.int32), salt)
+    assert found.shape == (1, 1)
+    assert int(found[0, 0]) % (1 << 64) == _split_mix_64((salt << 32 | row) + 1)
+
+
+def test_rows_and_salts_have_different_raw_ids_of_all_of_int64() -> None:
+    ids = np.concatenate([raw_ids(np.arange(5000, dtype=kind), salt) for salt, kind in enumerate((np.int32, np.int64))])
+    assert len(np.unique(ids)) == 10_000
+    assert (ids < 0).sum() == pytest.approx(5000, abs=300)
+    assert ids.min() < -0.999 * 2**63
+    assert ids.max() > 0.999 * 2**63

@@ -1,10 +1,12 @@
 """Widths of DLRM-DCNv2 that the static pipeline cannot take are refused by the flag to change."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from tests.cases import SMALL_MODEL
 from tests.pipeline.small_runs import small
 from tests.pipelines import changed
@@ -17,6 +19,13 @@ def test_rows_of_the_interaction_are_aligned() -> None:
     with pytest.raises(ValueError, match=r"--model.embedding-dim to be a multiple of 8, and \(6 \+ 1\) \* 4 is not"):
         small(model=model)
     assert changed(small(), "torchrec", model=model).model == model
+
+
+def test_ids_of_one_hot_files_are_row_numbers() -> None:
+    """Which tables of a declared size expand."""
+    one_hot = changed(small(), data=DataConfig(source="one_hot", path=Path("days")), dynamic_rows=100)
+    with pytest.raises(ValueError, match=r"--data\.source one_hot, have a declared size: choose multi_hot"):
+        changed(one_hot, model=replace(SMALL_MODEL, raw_ids=True))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_bench.bench.config import PIPELINES, SnapshotConfig
+from dlrm_bench.bench.config import PIPELINES
 from dlrm_bench.bench.presets import preset
 
 
@@ -36,14 +36,6 @@ def test_models_are_refused(flag: str, changes: dict[str, Any], options: dict[st
     config = preset("smoke-dlrmv4")
     with pytest.raises(ValueError, match=flag):
         replace(config, model=replace(config.model, **changes), pipeline=PIPELINES["static"](**options))
-
-
-def test_snapshots_are_of_a_state_of_fixed_size() -> None:
-    config = replace(preset("smoke-dlrmv4"), pipeline=PIPELINES["static"](dynamic_rows=100))
-    with pytest.raises(
-        ValueError, match=r"--snapshot\.every: a snapshot's memory has a fixed layout, and --dynamic-rows"
-    ):
-        replace(config, snapshot=SnapshotConfig(every=5))
 
 
 def test_recompute_by_fused_kernels_goes_with_graphs() -> None:

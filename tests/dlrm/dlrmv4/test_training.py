@@ -177,7 +177,7 @@ def resumed_losses(ranks: Ranks, config: Dlrmv4Training, maps: Path) -> tuple[li
     saved = {name: whole(value) for name, value in straight.model.state_dict().items()}
     later = stock(ranks, config, maps)
     load_whole_state(later, whole_state(straight))
-    later.go_on_after(half)
+    later.go_on_after(half, {})
     assert all(torch.equal(whole(value), saved[name]) for name, value in later.model.state_dict().items())
     return train(straight, config, stream, half), train(later, config, stream, half)
 

@@ -14,6 +14,7 @@ from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces, bytes_of
+from dlrm_bench.dlrm.tables.row_numbers import RawIds
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_places_fit, check_tables_fit, device_memory_bytes
 from dlrm_bench.dlrm.tables.tables import Tables
 
@@ -102,28 +103,31 @@ def test_host_memory_of_this_machine():
     assert 0 < share_of_the_host(1) <= os.sysconf("SC_PHYS_PAGES") * page
 
 
+WIDE = Tables(names=("a",), rows=(5000,), columns=512, hot=(1,))
+
+
 def test_dynamic_rows_must_fit(one_rank):
     needed = int(bytes_of(1000, 512) / HEADROOM) + 1
-    check_places_fit(512, 1000, needed, CPU)
+    check_places_fit(WIDE, 1000, needed, CPU)
     with pytest.raises(
         ValueError, match=r"--dynamic-rows 1000 does not fit: rows, state and map need 0\.0 GB per rank"
     ):
-        check_places_fit(512, 1000, needed - 100, CPU)
+        check_places_fit(WIDE, 1000, needed - 100, CPU)
 
 
 def test_rows_of_an_evaluation_and_wide_states_must_fit_too(one_rank):
     assert bytes_of(1000, 512, 512, 30) - bytes_of(1000, 512) == 4 * (1000 * 511 + 30 * 1024)
     needed = int(bytes_of(1000, 512, 512, 30) / HEADROOM) + 1
-    check_places_fit(512, 1000, needed, CPU, 512, 30)
+    check_places_fit(WIDE, 1000, needed, CPU, 512, 30)
     with pytest.raises(ValueError, match="--dynamic-rows 1000 does not fit"):
-        check_places_fit(512, 1000, needed, CPU, 512, 31)
+        check_places_fit(WIDE, 1000, needed, CPU, 512, 31)
 
 
 def needs_most_on_rank(ranks: Ranks, which: int) -> bool:
     """Whether the memory of a rank that needs more than others is too little for all."""
     unnamed = 1000 * (ranks.rank == which)
     with pytest.raises(ValueError, match="does not fit"):
-        check_places_fit(512, 1000, int(bytes_of(1000, 512, 1, 999) / HEADROOM), ranks.device, 1, unnamed)
+        check_places_fit(WIDE, 1000, int(bytes_of(1000, 512, 1, 999) / HEADROOM), ranks.device, 1, unnamed)
     return True
 
 
@@ -138,3 +142,11 @@ def test_dynamic_rows_take_the_bytes_that_are_said():
     rows = DynamicRows.in_parts(tables, rank, 0, RowPlaces(3000, True))
     held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, *rows.map.memory()))
     assert held == pytest.approx(bytes_of(3000, 64), abs=100)
+
+
+def test_so_do_rows_of_raw_ids():
+    tables = replace(WIDE, raw_ids=True)
+    memory = torch.zeros(3001, 512), torch.zeros(3001, 512)
+    rows = DynamicRows(RawIds((0,)), tables, 0, RowPlaces(3000, True), memory)
+    held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, *rows.map.memory()))
+    assert held == pytest.approx(bytes_of(3000, 512, 512, raw_ids=True), abs=100)

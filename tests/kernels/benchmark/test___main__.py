@@ -29,6 +29,7 @@ NO_KERNELS = {
     "_dropout",
     "_placement_state",
     "_silu_attention_hopper",
+    "_split_mix",
     "_triton",
     "peer_tensors",
     "stages",

@@ -1,6 +1,7 @@
 """The end of the top MLP: plain twin against autograd, Triton against the plain twin."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,6 +149,28 @@ def test_logits_are_those_of_the_evaluation() -> None:
     assert logits.item() == 2.0
     expected = functional.binary_cross_entropy_with_logits(logits.float(), labels)
     torch.testing.assert_close(got.loss[0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "backward", [plain_logit_loss_backward, pytest.param(triton_logit_loss_backward, marks=needs_triton)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("batch", "width", "relu"), [(37, 24, True), (16, 300, False)])
+def test_predictions_are_the_sigmoids_of_the_logits(
+    batch: int, width: int, relu: bool, dtype: torch.dtype, backward: Any
+) -> None:
+    """And nothing else differs in any bit from what is computed without them."""
+    values = inputs(batch, width, dtype)
+    alone, beside = (Outputs.of(values[0], relu, dtype) for _ in range(2))
+    alone.fill(values, batch, backward, plain_add_up)
+    memory = torch.full((batch + 20,), torch.nan, device=DEVICE)
+    beside.fill(values, batch, partial(backward, predictions=memory[:batch]), plain_add_up)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(alone.all(), beside.all(), strict=True))
+    h, weight, bias, _ = (value.float() for value in values)
+    expected = torch.sigmoid(torch.mv(h, weight[0]) + bias)
+    assert len(expected.unique()) > 5
+    torch.testing.assert_close(memory[:batch], expected, rtol=1e-6, atol=1e-9)
+    assert memory[batch:].isnan().all()
 
 
 @needs_triton

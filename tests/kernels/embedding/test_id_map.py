@@ -1,4 +1,4 @@
-"""The map from ids to places: kernels against their plain twins, and both against a dict."""
+"""The map from keys to places: kernels against their plain twins, and both against a dict."""
 
 from collections.abc import Callable
 
@@ -12,6 +12,7 @@ from dlrm_bench.kernels.embedding.id_map import (
     EMPTY,
     WINDOW,
     IdSlots,
+    Keys,
     empty_slots,
     find_ids,
     insert_ids,
@@ -25,9 +26,10 @@ from tests.kernels.devices import DEVICE, needs_triton
 KERNELS = [(plain_find_ids, plain_insert_ids), (triton_find_ids, triton_insert_ids)]
 
 
-def found(ids: Tensor, slots: IdSlots, find: Callable[..., None] = find_ids) -> Tensor:
-    places = torch.full((len(ids),), 77, dtype=torch.int32, device=DEVICE)
-    find(ids, slots, places)
+def found(keys: Tensor | Keys, slots: IdSlots, find: Callable[..., None] = find_ids) -> Tensor:
+    of = keys if isinstance(keys, Keys) else Keys(keys)
+    places = torch.full((len(of.ids),), 77, dtype=torch.int32, device=DEVICE)
+    find(of, slots, places)
     return places
 
 
@@ -41,12 +43,12 @@ def test_finds_what_was_inserted_and_nothing_else(
     places = torch.arange(2 * count, dtype=torch.int32, device=DEVICE)
     given_, slot_of = torch.where(places % 2 == 0, places, -1), torch.full((2 * count,), -1, dtype=torch.int32)
     slots, slot_of = empty_slots(300, DEVICE), slot_of.to(DEVICE)
-    insert(ids, given_.clone(), slots, slot_of)
+    insert(Keys(ids), given_.clone(), slots, slot_of)
     assert torch.equal(found(ids, slots, find), given_)
     assert torch.equal(found(torch.cat([ids, ids - 2000]), slots, find)[len(ids) :], torch.full_like(given_, -1))
     assert torch.equal(slots.ids[slot_of[::2].long()], ids[::2])
     assert (slot_of[1::2] == -1).all()
-    assert int((slots.ids != EMPTY).sum()) == count
+    assert int((slots.places != EMPTY).sum()) == count
 
 
 @needs_triton
@@ -58,7 +60,7 @@ def test_full_windows_say_so(find: Callable[..., None], insert: Callable[..., No
     count = WINDOW + 5
     ids, places = (torch.arange(count, device=DEVICE).to(kind) for kind in (torch.int64, torch.int32))
     slot_of = torch.full((count,), -1, dtype=torch.int32, device=DEVICE)
-    insert(ids, places, slots, slot_of)
+    insert(Keys(ids), places, slots, slot_of)
     assert int((places == -1).sum()) == int((slot_of == -1).sum()) == 5
     assert torch.equal(found(ids, slots, find), places)
     assert int((found(ids - count, slots, find) >= 0).sum()) == 0
@@ -90,11 +92,12 @@ def act_as_a_dict(
         if adds:
             known |= {i: free.pop() for i in changed}
             ids = torch.tensor(changed, dtype=torch.int32, device=DEVICE)
-            insert(ids, torch.tensor([known[i] for i in changed], dtype=torch.int32, device=DEVICE), slots, slot_of)
+            places = torch.tensor([known[i] for i in changed], dtype=torch.int32, device=DEVICE)
+            insert(Keys(ids), places, slots, slot_of)
         elif changed:
             places = torch.tensor([known.pop(i) for i in changed], device=DEVICE)
             free += places.tolist()
-            slots.ids[slot_of[places].long()] = EMPTY
+            slots.places[slot_of[places].long()] = EMPTY
         asked = torch.arange(-3, most + 3, dtype=torch.int32, device=DEVICE)
         assert found(asked, slots, find).tolist() == [known.get(i, -1) for i in asked.tolist()]
 
@@ -104,5 +107,52 @@ def test_the_longest_way_of_a_half_full_map_is_within_the_window() -> None:
     slots = empty_slots(1 << 20, torch.device("cpu"))
     ids = torch.arange(1 << 20) * 3
     places, slot_of = torch.arange(1 << 20, dtype=torch.int32), torch.empty(1 << 20, dtype=torch.int32)
-    insert_ids(ids, places, slots, slot_of)
+    insert_ids(Keys(ids), places, slots, slot_of)
+    assert int(places.min()) == 0
+
+
+# Keys of several tables, whose ids are any int64
+
+IDS = [0, -1, 1, -(1 << 63), (1 << 63) - 1, 5, 5 + (1 << 32), 5 + (1 << 63) - (1 << 64), -6, -6 - (1 << 44)]
+"""Among them the ends of int64, and ids that differ in their upper words only."""
+
+
+def of_tables(tables: int) -> Keys:
+    """Each id in each table."""
+    ids = torch.tensor(IDS, device=DEVICE).repeat(tables)
+    return Keys(ids, torch.arange(tables, dtype=torch.int32, device=DEVICE).repeat_interleave(len(IDS)))
+
+
+@needs_triton
+@pytest.mark.parametrize(("find", "insert"), KERNELS)
+def test_any_int64_of_any_table_has_its_own_place(find: Callable[..., None], insert: Callable[..., None]) -> None:
+    keys = of_tables(5)
+    count = len(keys.ids)
+    places = torch.arange(count, dtype=torch.int32, device=DEVICE).flip(0)
+    given_ = torch.where(places % 3 > 0, places, -1)
+    slots, slot_of = empty_slots(count, DEVICE, with_tables=True), torch.full_like(places, -1)
+    assert (found(keys, slots, find) == -1).all(), "an empty map lacks all of them"
+    insert(keys, given_.clone(), slots, slot_of)
+    assert torch.equal(found(keys, slots, find), given_)
+    gone = given_ % 3 == 1
+    slots.places[slot_of[given_[gone].long()].long()] = EMPTY
+    assert torch.equal(found(keys, slots, find), torch.where(gone, -1, given_))
+    again = torch.where(gone, given_, -1)
+    insert(keys, again.clone(), slots, slot_of)
+    assert torch.equal(found(keys, slots, find), given_)
+    assert slots.tables is not None
+    held = (slots.places != EMPTY).nonzero().flatten()
+    content = zip(slots.ids[held].tolist(), slots.tables[held].tolist(), slots.places[held].tolist(), strict=True)
+    assert keys.tables is not None
+    expected = zip(keys.ids.tolist(), keys.tables.tolist(), given_.tolist(), strict=True)
+    assert sorted(content) == sorted(of for of in expected if of[2] >= 0)
+
+
+def test_equal_ids_of_many_tables_do_not_crowd() -> None:
+    """A million keys, of the first ids of 26 tables."""
+    ids = torch.arange(1 << 20) // 26
+    tables = (torch.arange(1 << 20) % 26).int()
+    slots = empty_slots(1 << 20, torch.device("cpu"), with_tables=True)
+    places, slot_of = torch.arange(1 << 20, dtype=torch.int32), torch.empty(1 << 20, dtype=torch.int32)
+    insert_ids(Keys(ids, tables), places, slots, slot_of)
     assert int(places.min()) == 0

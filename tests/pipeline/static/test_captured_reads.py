@@ -18,7 +18,7 @@ from tests.pipelines import changed, static_pipeline
 
 CASES = (
     changed(CONFIG, table_memory="0.5"),
-    changed(PEERS, table_memory="0.5"),
+    changed(PEERS, table_memory="0.5", constraints=("0=hbm:0.3", "2=hbm:0")),
     changed(CONFIG, dynamic_rows=6000),
     changed(CONFIG, dynamic_rows=2000, evict_rows=True, presort_ids=False),
     changed(PEERS, dynamic_rows=2000, evict_rows=True),

@@ -274,7 +274,7 @@ def resumes(ranks: Ranks, folder: Path, options: dict[str, Any]) -> Found:
     blocks = pipeline.state_blocks()
     read_state(folder, blocks, dist.new_group(backend="gloo"))
     pipeline.take_blocks(blocks)
-    pipeline.go_on_after(BEFORE)
+    pipeline.go_on_after(BEFORE, {})
     state = in_full(pipeline, PLAIN)
     pipeline.warm_up(evaluates=False)
     losses, described = second_half(pipeline, iter(batches_of(PLAIN, ranks, hot=0)[BEFORE:STEPS]))

@@ -77,6 +77,17 @@ def test_dynamic_rows_of_pooled_tables_are_refused_where_they_cannot_be() -> Non
             changed(small(), **fits | options)
 
 
+def test_raw_ids_need_places_and_have_no_table_to_be_checked_against() -> None:
+    raw = {"model": replace(SMALL_MODEL, raw_ids=True)}
+    assert changed(small(), dynamic_rows=100, **raw).model.tables.raw_ids
+    large = replace(raw["model"], num_embeddings=(1 << 30, 1 << 30, 1, 1, 1, 1))
+    assert changed(small(), dynamic_rows=100, model=large).model.tables.raw_ids, "expected rows bound nothing"
+    with pytest.raises(ValueError, match=r"--model\.raw-ids gives no number of rows: add --dynamic-rows N"):
+        changed(small(), **raw)
+    with pytest.raises(ValueError, match=r"--check-ids compares ids with sizes of tables, and with --model\.raw-ids"):
+        changed(small(), dynamic_rows=100, check_ids=True, **raw)
+
+
 def test_the_plan_for_dynamic_rows_has_whole_tables() -> None:
     """Which so have one owner, whatever the number of ranks."""
     options = StaticOptions(dynamic_rows=100, presort_ids=True)

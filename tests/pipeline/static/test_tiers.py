@@ -146,19 +146,19 @@ def test_every_share_trains_to_equal_bits(run_ranks: Callable[..., list[Any]], w
 def hazards(ranks: Ranks) -> dict[str, list[Trained]]:
     """Returns trainings with rows that consecutive batches repeat, and with windows of one row or two, and of all."""
     results: dict[str, list[Trained]] = {}
-    sizes, peers = placement.PlacementSizes.of_batches, PEERS
+    of_batches, peers = placement.Pool.of_batches, PEERS
     if ranks.device.type == "cuda":
         peers = changed(PEERS, cuda_graph="iteration", overlap=True)
     for name, hot, share in (("repeated", 40, "0.5"), ("few", 150, "0.02"), ("uniform", 0, "0.3")):
         results[name] = [train(ranks, peers, hot)]
         for window in (1, 2, 10_000):
 
-            def of_batches(*args: int, most: int = window) -> placement.PlacementSizes:
-                usual = sizes(*args)
+            def of_window(*args: Any, most: int = window) -> placement.Pool:
+                usual = of_batches(*args)
                 guests = min(usual.device_rows - 1, 2 * most)
                 return replace(usual, guests=guests, window=min(guests, most))
 
-            placement.PlacementSizes.of_batches = of_batches  # type: ignore[assignment, method-assign]
+            placement.Pool.of_batches = of_window  # type: ignore[assignment, method-assign]
             results[name].append(train(ranks, changed(peers, table_memory=share), hot))
     return results
 
@@ -217,7 +217,8 @@ def test_a_loss_stops_rows_on_both_tiers_and_moves_may_come_late(run_ranks: Call
 
 
 def resumed(ranks: Ranks, folder: Path) -> tuple[Tensor, list[Tensor], list[dict[str, Tensor]]]:
-    """Trains, saves half-way, and resumes in other shares; returns losses of the second half and states."""
+    """Trains, saves half-way, and resumes in other shares, of single tables too; returns losses of the second half and
+    states."""
     torch.set_float32_matmul_precision("highest")
     batches, half, group = batches_of(PEERS, ranks, 0), STEPS // 2, dist.new_group(backend="gloo")
 
@@ -233,8 +234,8 @@ def resumed(ranks: Ranks, folder: Path) -> tuple[Tensor, list[Tensor], list[dict
         saved.train_step(training)
     write_state(folder, own_pieces(saved.state_blocks(), ranks.rank), ranks.rank, group, lambda: None)
     results = [second_half(saved, training)]
-    for share in ("0.8", None):
-        pipeline = static_pipeline(changed(PEERS, table_memory=share), ranks)
+    for share, own in (("0.8", ()), (None, ()), ("0.6", ("0=hbm:0", "1=hbm:0.3"))):
+        pipeline = static_pipeline(changed(PEERS, table_memory=share, constraints=own), ranks)
         blocks = pipeline.state_blocks()
         read_state(folder, blocks, group)
         pipeline.take_blocks(blocks)

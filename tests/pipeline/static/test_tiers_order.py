@@ -13,7 +13,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.pooled import pooled_exchange, static_ebc
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 from dlrm_bench.dlrm.tables.tiers import tiered_rows
-from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
+from dlrm_bench.dlrm.tables.tiers.placement import Pool
 from tests.pipeline.static.test_tiers import PEERS, STEPS, batches_of
 from tests.pipelines import changed, static_pipeline
 from tests.races import Access, Event, Recorder, races
@@ -33,17 +33,17 @@ def launched(ranks: Ranks, waits: bool) -> tuple[list[Event], int]:
     """Returns this rank's events in a training with an evaluation, and how many rows came late. waits: for the update
     of the batch before, where a row has to."""
     with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
-        sizes = PlacementSizes.of_batches
+        pool = Pool.of_batches
         # So few rows come with a batch that many wait for the next one, which names them too.
-        few = staticmethod(lambda *of: replace(sizes(*of), guests=60, window=20))
-        patch.setattr(PlacementSizes, "of_batches", few)
+        few = staticmethod(lambda *of: replace(pool(*of), guests=60, window=20))
+        patch.setattr(Pool, "of_batches", few)
         if not waits:
             patch.setattr(StaticEBC, "bring_rows", too_early)
             patch.setattr(StaticEBC, "bring_late_rows", lambda ebc, ids: None)
         pipeline = static_pipeline(changed(PEERS, table_memory="0.3"), ranks)
         tiers, late = pipeline.ebc._tiers, 0
         assert tiers is not None
-        rows, on_device = tiers.placement.sizes.rows, tiers.placement.sizes.device_rows
+        rows, on_device = tiers.placement.rows, tiers.placement.device_rows
 
         def touch(operator: str, places: Tensor, writes: bool) -> None:
             touched = torch.zeros(rows, dtype=torch.uint8)
@@ -61,7 +61,7 @@ def launched(ranks: Ranks, waits: bool) -> tuple[list[Event], int]:
         def exchanged(_: Any, device: Tensor, host: Tensor, bounds: Tensor) -> None:
             nonlocal late
             first, last = bounds.tolist()
-            late += last - first if bounds.data_ptr() == tiers._moves.late.data_ptr() else 0
+            late += last - first if bounds.data_ptr() == tiers._moves[0].late.data_ptr() else 0
             touch("exchange", torch.cat([device[first:last], on_device + host[first:last]]), writes=True)
 
         for module, name, touched in (
@@ -70,9 +70,10 @@ def launched(ranks: Ranks, waits: bool) -> tuple[list[Event], int]:
             (tiered_rows, "exchange_rows", exchanged),
         ):
             patch.setattr(module, name, recorded(getattr(module, name), touched))
+        state = tiers.placement.state
         placed = [slot.ids.placed for slot in (*pipeline._slots, *pipeline._eval.slots)]
         known = [t for of in placed if of is not None for t in (of.lookup, of.sorted) if t is not None]
-        for number, tensor in enumerate((*tiers.placement.state, *known)):
+        for number, tensor in enumerate((*state[:-1], *state.pools[0][2:], *known)):
             recorder._memory[tensor.untyped_storage().data_ptr()] = (ROWS + 1 + number, ranks.rank)
         batches = batches_of(PEERS, ranks, hot=40)
         training = islice(batches, 4)

@@ -214,3 +214,19 @@ def test_the_needs_of_batches_ahead_come_in_the_order_of_the_batches() -> None:
     run.lane._read(run._batches)
     assert isinstance(run.lane._coming, deque)
     assert [needs.tokens for needs in run.lane._of_coming()] == [1000, 1100, 1200, 1300]
+
+
+def test_a_lane_that_goes_on_gives_each_batch_the_capacity_of_an_uninterrupted_one() -> None:
+    """Shapes decide the order of sums, and so their bits."""
+    ids = {3: (2000, 10, 10), 17: (10, 2900, 10), 18 + AHEAD: (7000, 10, 10), 32: (10, 10, 9000), 35: (10, 10, 20_000)}
+    straight, rooms = Run([1000] * 40, ids), []
+    for _ in range(40):
+        straight.runs(1)
+        rooms.append(straight.lane.room)
+    assert len(set(rooms)) == 5
+    for done in range(1, 40):
+        later = Run([1000] * (40 - done), {number - done: of for number, of in ids.items()})
+        later.lane.begin_with(rooms[done - 1])
+        for expected in rooms[done:]:
+            later.runs(1)
+            assert later.lane.room == expected

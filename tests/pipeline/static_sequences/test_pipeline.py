@@ -230,3 +230,44 @@ def around(ranks: Ranks, folder: Path) -> dict[str, bool]:
 def test_around_the_training(run_ranks: Callable[..., list[Any]], folder: Path) -> None:
     for found in run_ranks(2, around, folder):
         assert found == dict.fromkeys(found, True)
+
+
+def go_on(ranks: Ranks, folder: Path) -> tuple[list[float], list[float], Any, Any]:
+    """Returns the losses of the second half of a training, and of one that resumes there, and both's rooms."""
+    without_room()
+    config = small(folder, "static")
+    batches = drawn(config, ranks)
+    straight: Any = build_pipeline(config, config.pipeline, ranks)
+    later: Any = build_pipeline(config, config.pipeline, ranks)
+
+    def steps(pipeline: Any, prepared: Iterator[Any], first: int, count: int) -> list[float]:
+        losses = []
+        for iteration in range(first, first + count):
+            pipeline.set_learning_rate(config.optimizer.rate(iteration + 1))
+            losses.append(pipeline.train_step(prepared).item())
+        return losses
+
+    straight.warm_up(evaluates=True)
+    stream = map(straight.prepare, batches)
+    steps(straight, stream, 0, STEPS)
+    load_whole_state(later, whole_state(straight))
+    later.go_on_after(STEPS, straight.capacities())
+    later.warm_up(evaluates=True)
+    began = later.describe()["rooms"], straight.describe()["rooms"]
+    losses = steps(straight, stream, STEPS, STEPS), steps(later, map(later.prepare, batches[STEPS:]), STEPS, STEPS)
+    assert later.capacities() == straight.capacities()
+    with pytest.raises(ValueError, match="capacities that no version has: training "):
+        later.go_on_after(STEPS, {"training": {"events": 8}})
+    for pipeline in (straight, later):
+        pipeline.close()
+    return (*losses, *began)
+
+
+def test_a_resumed_training_has_the_capacities_and_bits_of_an_uninterrupted_one(
+    run_ranks: Callable[..., list[Any]], folder: Path
+) -> None:
+    for straight, later, began, before in run_ranks(2, go_on, folder):
+        assert straight == later
+        for name in ("iteration", "evaluation"):
+            assert all(began[name][of] == before[name][of] for of in ("room_for_events", "room_for_rows"))
+        assert before["iteration"]["larger_rooms"] > 0

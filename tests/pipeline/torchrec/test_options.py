@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions, HostSwitches
 from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches, TorchRecOptions
+from tests.cases import SMALL_MODEL
+from tests.pipeline.small_runs import small
+from tests.pipelines import changed
 
 
 def test_graphs_of_the_dists_need_fixed_sizes() -> None:
@@ -32,6 +35,13 @@ def test_a_capacity_of_rows_is_for_graphs_of_iterations(changed: Any) -> None:
     assert FiveStageSwitches(**of_graphs).row_capacity == 1.0
     with pytest.raises(ValueError, match="needs --cuda-graph iteration"):
         FiveStageSwitches(**(of_graphs | changed))
+
+
+def test_peer_memory_is_for_graphs_of_iterations() -> None:
+    of_graphs: Any = {"cuda_graph": "iteration", "trim_input_dist": True}
+    assert FiveStageSwitches(**of_graphs, peer_memory=True).peer_memory
+    with pytest.raises(ValueError, match="--peer-memory needs --cuda-graph iteration"):
+        FiveStageSwitches(cuda_graph="dense", peer_memory=True)
 
 
 @pytest.mark.parametrize("schedule", ["fused-sparse-dist", "prefetch-sparse-dist"])
@@ -64,3 +74,9 @@ def test_flags_are_known_without_torch() -> None:
     program = "import sys, dlrm_bench.pipeline.torchrec.options; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("pipeline", ["torchrec", "five-stage"])
+def test_raw_ids_are_refused_by_the_flag(pipeline: str) -> None:
+    with pytest.raises(ValueError, match=r"--model\.raw-ids: the tables of --pipeline torchrec and five-stage have"):
+        changed(small(), pipeline, model=replace(SMALL_MODEL, raw_ids=True))

@@ -47,8 +47,8 @@ def known(small: Path, model: ModelConfig) -> Path:
     return small
 
 
-def findings(directory: Path, fast: bool = False) -> list[str]:
-    found = check(DayFilesCheck(directory=directory, fast=fast)).findings
+def findings(directory: Path, fast: bool = False, raw_ids: bool = False) -> list[str]:
+    found = check(DayFilesCheck(directory=directory, fast=fast, raw_ids=raw_ids)).findings
     assert not any("\n" in line for line in found)
     return [line.removeprefix(f"{directory}/") for line in found]
 
@@ -207,3 +207,16 @@ def test_mlperfs_own_set(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "day_0_dense.npy has 37 samples, but MLPerf's set has 36: copy or generate it again",
         "day_4_dense.npy does not exist, and MLPerf's set has 5 days: copy the missing day",
     ]
+
+
+def test_raw_ids_may_be_anything(small: Path) -> None:
+    for day in range(len(list(small.glob("day_*_labels.npy")))):
+        (small / f"day_{day}_sparse.npy").unlink()
+        path = small / f"day_{day}_sparse_multi_hot.npz"
+        with np.load(path) as members:
+            np.savez(path, **{name: -(members[name].astype(np.int64) << 40) for name in members})
+    assert all(": expected dtype int32, found int64" in line for line in findings(small))
+    assert findings(small, raw_ids=True) == []
+    np.save(small / "day_1_labels.npy", np.load(small / "day_1_labels.npy") + 5)
+    (found,) = findings(small, raw_ids=True)
+    assert found.startswith("day_1_labels.npy: the label of sample 0")

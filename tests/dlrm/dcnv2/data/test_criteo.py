@@ -1,9 +1,11 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dlrm_bench.dlrm.data.distributions import raw_ids
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.criteo import Day, MultiHotDay, OneHotDay, write_multi_hot
 from dlrm_bench.dlrm.dcnv2.data.expansion import open_expansion_tables
@@ -18,11 +20,15 @@ def arrays(tmp_path: Path, model: ModelConfig, day_writer: Writer) -> dict[str, 
 
 
 def read(day: Day, model: ModelConfig, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    sizes = [4 * (stop - start) * columns for columns in (model.dense_in_features, 1, *model.multi_hot_sizes)]
+    of_ids = [np.dtype(np.int64 if model.raw_ids else np.int32)] * len(model.multi_hot_sizes)
+    dtypes = [np.dtype(np.float32), np.dtype(np.int32), *of_ids]
+    columns = (model.dense_in_features, 1, *model.multi_hot_sizes)
+    sizes = [of.itemsize * (stop - start) * width for of, width in zip(dtypes, columns, strict=True)]
     memory = np.empty(sum(sizes), np.uint8)
     day.read(start, stop, memory, np.cumsum(sizes) - sizes)
-    parts = [part.view(np.int32).reshape(stop - start, -1) for part in np.split(memory, np.cumsum(sizes)[:-1])]
-    dense, labels, ids = parts[0].view(np.float32), parts[1][:, 0], parts[2:]
+    parts = zip(np.split(memory, np.cumsum(sizes)[:-1]), dtypes, strict=True)
+    dense, labels, *ids = (part.view(of).reshape(stop - start, -1) for part, of in parts)
+    labels = labels[:, 0]
     day.check_values(start, dense, labels, ids)
     return dense, labels, ids
 
@@ -118,7 +124,10 @@ def test_a_truncated_zip(tmp_path: Path, model: ModelConfig, arrays: dict[str, n
     [
         ({"4": np.zeros((SAMPLES, 1), np.int32)}, r"expected the 4 members.*found 5 \(4.npy unexpected\).*--model"),
         ({"3": np.zeros((SAMPLES, 5), np.int32)}, r"\[3.npy\]: expected shape \(N, 4\).*--model.multi-hot-sizes"),
-        ({"1": np.zeros((SAMPLES, 1), np.int64)}, r"\[1.npy\]: expected dtype int32, found int64"),
+        (
+            {"1": np.zeros((SAMPLES, 1), np.int64)},
+            r"\[1.npy\]: expected dtype int32, found int64: .*add --model.raw-ids",
+        ),
         ({"2": np.zeros((SAMPLES - 1, 2), np.int32)}, r"\[2.npy\] has 39 samples, but day_0_dense.npy has 40"),
     ],
 )
@@ -200,3 +209,22 @@ def test_a_dense_value_that_is_not_finite(
     np.save(tmp_path / "day_0_dense.npy", arrays["dense"])
     with pytest.raises(ValueError, match=f"day_0_dense.npy: dense feature 1 of sample 30 is {value}"):
         read(MultiHotDay(tmp_path, 0, model), model, 20, SAMPLES)
+
+
+def test_raw_ids_have_64_bits(tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray]) -> None:
+    with pytest.raises(
+        ValueError, match=r"\[0.npy\]: expected dtype int64, found int32: convert it with numpy's astype$"
+    ):
+        MultiHotDay(tmp_path, 0, replace(model, raw_ids=True))
+
+
+def test_raw_ids_are_written_for_the_rows(
+    tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrm_bench.dlrm.dcnv2.data.criteo.WRITE_CHUNK", 7)
+    tables = open_expansion_tables(tmp_path, model.rows, model.multi_hot_sizes)
+    write_multi_hot(tmp_path / "day_0_sparse_multi_hot.npz", arrays["one_hot"], model.multi_hot_sizes, tables, raw=True)
+    raw = replace(model, raw_ids=True)
+    _, _, ids = read(MultiHotDay(tmp_path, 0, raw), raw, 0, SAMPLES)
+    for feature, block in enumerate(ids):
+        np.testing.assert_array_equal(block, raw_ids(arrays[str(feature)], salt=feature))

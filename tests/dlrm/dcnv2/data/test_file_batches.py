@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dlrm_bench.dlrm.data.batch import feature_blocks
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.criteo import MultiHotDay
 from dlrm_bench.dlrm.dcnv2.data.file_batches import FileBatches
@@ -76,3 +78,37 @@ def test_a_slice_holds_the_same_batches(
         assert torch.equal(got.storage[: got.dense.nbytes], wanted.storage[: wanted.dense.nbytes])
         assert torch.equal(got.ids, wanted.ids)
         assert got.num_valid == wanted.num_valid
+
+
+@pytest.mark.parametrize(("name", "index", "value", "message"), BAD)
+def test_raw_ids_are_read_whatever_they_are(
+    tmp_path: Path,
+    model: ModelConfig,
+    day_writer: Writer,
+    name: str,
+    index: tuple[int, int],
+    value: float,
+    message: str,
+) -> None:
+    """Among them the ends of int64; other values are checked."""
+    raw, rng, days = replace(model, raw_ids=True), np.random.default_rng(1), []
+    ends = np.iinfo(np.int64)
+    for i in range(2):
+        days.append(day_writer(tmp_path, i, SAMPLES, model, first=SAMPLES * i))
+        for feature, hot in enumerate(model.multi_hot_sizes):
+            ids = rng.integers(ends.min, ends.max, size=(SAMPLES, hot), endpoint=True)
+            ids[0, 0], ids[1, 0] = ends.min, ends.max
+            days[i][str(feature)] = ids
+        np.savez(tmp_path / f"day_{i}_sparse_multi_hot.npz", **{k: a for k, a in days[i].items() if k.isdigit()})
+    read = list(batches(tmp_path, raw))
+    for feature in range(len(model.multi_hot_sizes)):
+        found = np.concatenate([feature_blocks(batch.ids, model.multi_hot_sizes)[feature] for batch in read])
+        np.testing.assert_array_equal(found[:60], np.concatenate([days[0][str(feature)], days[1][str(feature)][:20]]))
+        assert not found[60:].any(), "padding is id 0"
+    dense = np.concatenate([batch.dense for batch in read])
+    np.testing.assert_array_equal(dense[:60], np.concatenate([days[0]["dense"], days[1]["dense"][:20]]))
+    if not name.isdigit():
+        days[0][name][index] = value
+        np.save(tmp_path / f"day_0_{name}.npy", days[0][name])
+        with pytest.raises(ValueError, match=f"day_0_.*{message}"):
+            list(batches(tmp_path, raw))

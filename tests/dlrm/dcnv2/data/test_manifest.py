@@ -69,6 +69,18 @@ def test_another_model(tmp_path: Path, model: ModelConfig, manifest: Manifest, c
         replace(manifest, **change).check_model(tmp_path, model, one_hot=False)
 
 
+def test_raw_ids_fit_tables_of_any_size(tmp_path: Path, model: ModelConfig, manifest: Manifest) -> None:
+    raw = replace(manifest, rows=[1, 2, 3, 4], parameters=manifest.parameters | {"raw_ids": True})
+    raw.check_model(tmp_path, replace(model, raw_ids=True), one_hot=False)
+    with pytest.raises(ValueError, match=r"manifest\.json: the data has raw ids: add --model\.raw-ids"):
+        raw.check_model(tmp_path, model, one_hot=False)
+    with pytest.raises(ValueError, match=r"manifest\.json: the data has row numbers: leave --model\.raw-ids out"):
+        manifest.check_model(tmp_path, replace(model, raw_ids=True), one_hot=False)
+    more = replace(raw, multi_hot_sizes=[3, 9, 2, 4])
+    with pytest.raises(ValueError, match="multi-hot sizes differ"):
+        more.check_model(tmp_path, replace(model, raw_ids=True), one_hot=False)
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match=rf"cannot write to {tmp_path} \(No space left on device; .* GB are free\)"),

@@ -12,6 +12,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from dlrm_bench.dlrm.data.batch import feature_blocks
+from dlrm_bench.dlrm.data.distributions import raw_ids
 from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data import planted
 from dlrm_bench.dlrm.dcnv2.data.dataset import open_dataset
@@ -258,3 +259,29 @@ def test_raw_days_take_criteos_features(monkeypatch: pytest.MonkeyPatch, config:
         ValueError, match=r"--raw tsv: Criteo's raw days have 13 dense and 26 .* preset smoke has 5 and 26"
     ):
         generate(replace(config, raw="tsv"))
+
+
+def test_raw_ids_are_those_of_the_same_samples(config: PlantedConfig, tmp_path: Path) -> None:
+    path, manifest, _ = generate(config)
+    of_raw, raw_manifest, written = generate(replace(config, path=tmp_path / "raw", raw_ids=True))
+    assert written
+    assert raw_manifest.raw_ids
+    assert raw_manifest.best_auc == manifest.best_auc
+    assert {file.name for file in of_raw.glob("day_*sparse*")} == {f"day_{i}_sparse_multi_hot.npz" for i in range(3)}
+    data = DataConfig(source="multi_hot", path=path, train_days=2)
+    numbered = open_dataset(data, MODEL, seed=0)
+    raw = open_dataset(replace(data, path=of_raw), replace(MODEL, raw_ids=True), seed=0)
+    assert raw.best_auc == manifest.best_auc
+    for method in ("train_batches", "eval_batches"):
+        for a, b in zip(*(getattr(d, method)(0, 1, 1000) for d in (numbered, raw)), strict=True):
+            np.testing.assert_array_equal(a.dense, b.dense)
+            np.testing.assert_array_equal(a.labels, b.labels)
+            blocks = zip(*(feature_blocks(batch.ids, MODEL.multi_hot_sizes) for batch in (a, b)), strict=True)
+            for feature, (rows, ids) in enumerate(blocks):
+                valid = slice(0, a.num_valid)
+                np.testing.assert_array_equal(raw_ids(rows[valid].numpy(), salt=feature), ids[valid])
+    assert not generate(replace(config, path=of_raw, raw_ids=True))[2]
+    with pytest.raises(ValueError, match=r"another raw_ids \(True instead of None\): .*--overwrite"):
+        generate(replace(config, path=of_raw))
+    with pytest.raises(ValueError, match="--raw tsv: Criteo's raw days have no --raw-ids"):
+        replace(config, raw="tsv", raw_ids=True)

@@ -1,5 +1,6 @@
 """Places of ids: against a model that is a dict, with ids that lose theirs, and loaded again."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic import dynamic_rows, id_map
 from dlrm_bench.dlrm.tables.dynamic.id_map import IdMap
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
+from dlrm_bench.dlrm.tables.row_numbers import RawIds
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.kernels.embedding.id_map import Keys
 
 CPU = torch.device("cpu")
 BATCH = st.lists(st.integers(0, 60), max_size=9)
@@ -27,7 +30,7 @@ def placed(of: IdMap, ids: list[int]) -> tuple[dict[int, int], int]:
     """The place of each id, and how many have none."""
     numbers = in_order(ids)
     places = torch.full_like(numbers, 77)
-    new, lacking = of.place(numbers, places)
+    new, lacking = of.place(Keys(numbers), places)
     assert (places[:2] == -1).all()
     given_ = new[new >= 0].tolist()
     assert len(given_) == len(set(given_))
@@ -91,7 +94,7 @@ def test_is_a_dict(evicts: bool, batches: list[list[int]]) -> None:
 def _gone(of: IdMap, ids: dict[int, int]) -> list[int]:
     numbers = torch.tensor([*ids], dtype=torch.int32)
     places = torch.empty_like(numbers)
-    of.find(numbers, places)
+    of.find(Keys(numbers), places)
     return numbers[places < 0].tolist()
 
 
@@ -125,8 +128,8 @@ def test_goes_on_from_entries(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> N
     expected += run(ours, batches[13:])
     assert run(other, batches[12:]) == expected
     assert int(ours.evicted) > int(other.evicted) > 20
-    for one, two in zip(ours.entries(), other.entries(), strict=True):
-        assert torch.equal(one, two)
+    assert torch.equal(ours.entries().keys.ids, other.entries().keys.ids)
+    assert torch.equal(ours.entries().last, other.entries().last)
 
 
 @pytest.mark.parametrize("again", [[1, 2, 3], [3, 4]])
@@ -161,8 +164,9 @@ def test_windows_follow_one_another_after_billions_of_places(monkeypatch: pytest
     assert run(ours, [[100], [101]]) == [({100: batch * 5 % 60}, 0), ({101: (batch + 1) * 5 % 60}, 0)]
 
 
+@pytest.mark.parametrize("raw_ids", [False, True])
 @pytest.mark.parametrize("evicts", [False, True])
-def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evicts: bool) -> None:
+def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evicts: bool, raw_ids: bool) -> None:
     """On a device whose tensors have shapes alone, and no numbers that the host could read."""
     for name in ("find_ids", "insert_ids"):
         monkeypatch.setattr(id_map, name, lambda *_: None)
@@ -171,18 +175,58 @@ def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evi
     meta = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=torch.device("meta"))
     monkeypatch.setattr(dynamic_rows, "table_key", lambda *_: 7)  # which it computes once, on the host
     rows = dynamic_rows.DynamicRows.in_parts(tables, meta, 1, RowPlaces(30, evicts))
-    ids = torch.empty(12, dtype=torch.int32, device="meta")
-    places = torch.empty_like(ids)
+    places = torch.empty(12, dtype=torch.int32, device="meta")
+    keys = Keys(places)
+    if raw_ids:
+        memory = torch.empty(50, 16, device="meta"), torch.empty(50, 16, device="meta")
+        of = replace(tables, raw_ids=True)
+        rows = dynamic_rows.DynamicRows(RawIds((1, 0)), of, 1, RowPlaces(30, evicts), memory)
+        keys = Keys(places.long(), places)
     for is_new in (None, torch.empty(1, dtype=torch.int32, device="meta")):
         rows.map.next_batch(is_new)
-        assert rows.place(ids, places).shape == (1,)
-    rows.write_unnamed(ids, places, torch.empty(12, 16, device="meta"), places)
-    rows.place_unnamed(ids, places)
+        assert rows.place(keys, places).shape == (1,)
+    rows.write_unnamed(keys, places, torch.empty(12, 16, device="meta"), places)
+    rows.place_unnamed(keys, places)
 
 
 def test_ids_of_64_bits_have_places() -> None:
     ours, ids = IdMap(5, False, CPU), torch.tensor([-1, 3, 1 << 33, 1 << 33, 1 << 62])
     places = torch.empty(5, dtype=torch.int32)
     ours.next_batch(None)
-    ours.place(ids, places)
+    ours.place(Keys(ids), places)
     assert places.tolist() == [-1, 0, 1, 1, 2]
+
+
+ANY = [-1, 0, 7, 7 + (1 << 32), -(1 << 63), 7 - (1 << 32), (1 << 63) - 1, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_ids_of_tables_are_placed_as_their_numbers(monkeypatch: pytest.MonkeyPatch, evicts: bool) -> None:
+    """As keys of any int64 in two tables, and as their numbers in the same order."""
+    monkeypatch.setattr(id_map, "_LEAST_WINDOW", 5)
+    every = sorted((table, of) for table in range(2) for of in ANY)
+    raw, numbered = IdMap(13, evicts, CPU, with_tables=True), IdMap(13, evicts, CPU)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(12):
+        numbers = torch.randint(len(every), (6,), generator=generator).sort().values
+        tables, ids = torch.tensor([every[number] for number in numbers.tolist()]).unbind(1)
+        places, found = torch.empty(2, 2, 6, dtype=torch.int32).unbind()
+        for of, keys, at, back in zip(
+            (raw, numbered), (Keys(ids.contiguous(), tables.int()), Keys(numbers)), places, found, strict=True
+        ):
+            of.next_batch(None)
+            of.place(keys, at)
+            of.find(keys, back)
+        assert torch.equal(places[0], places[1])
+        assert torch.equal(found, places)
+    counts = [{name: of.describe()[name] for name in ("used", "made", "evicted")} for of in (raw, numbered)]
+    assert counts[0] == counts[1]
+    assert (counts[0]["evicted"] > 10) == evicts
+    of_raw, of_numbered = raw.entries(), numbered.entries()
+    assert of_raw.keys.tables is not None
+    pairs = zip(of_raw.keys.tables.tolist(), of_raw.keys.ids.tolist(), strict=True)
+    assert list(pairs) == [every[number] for number in of_numbered.keys.ids.tolist()]
+    again = IdMap(13, evicts, CPU, with_tables=True)
+    again.load(of_raw)
+    for one, two in zip((*again.entries().keys, again.entries().last), (*of_raw.keys, of_raw.last), strict=True):
+        assert torch.equal(one, two)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from dlrm_bench.dlrm.tables.plan.constraints import TableConstraint, described, 
 from dlrm_bench.dlrm.tables.plan.plan import Plan
 from dlrm_bench.dlrm.tables.plan.planner import REPLICATED_ROWS, make_plan
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 from tests.dlrm.tables.plan.test_plan import model_of
 from tests.pipelines import changed
 
@@ -223,11 +224,21 @@ def test_flags_are_checked_before_anything_starts() -> None:
             parse_run("launch-bound", pipeline, ["--constraints", "99=table-wise"], "", prints=False)
 
 
+def test_a_small_table_that_host_memory_is_to_hold_is_not_replicated() -> None:
+    words = ["5=hbm:0", "8=hbm:0.5", "12=hbm:1"]
+    constraints = parse_constraints(words, TABLES)
+    shares = {table: of.device_share for table, of in constraints.items() if of.device_share is not None}
+    memory = TableMemory(share=0.9, shares=shares)
+    topology = Topology.one_node(2)
+    plan = make_plan(TABLES, topology, 1024, constraints=constraints, tiers=memory)
+    assert {5, 8} <= {shard.table for shard in plan.shards}
+    assert 12 in plan.replicated
+    assert max(TABLES.rows[table] for table in (5, 8, 12)) <= 256
+
+
 def test_pipelines_refuse_what_they_cannot_obey() -> None:
     smoke = preset("smoke")
-    with pytest.raises(
-        ValueError, match="cat_3=hbm:0\\.5: the static pipeline places rows by how often they are named"
-    ):
+    with pytest.raises(ValueError, match="cat_3=hbm:0\\.5: hbm is for tables in two tiers of memory: add"):
         changed(smoke, "static", constraints=("3=hbm:0.5",))
     with pytest.raises(ValueError, match="every pipeline splits the tables of this model by rows over all ranks"):
         changed(preset("smoke-dlrmv4"), "static", constraints=("1=table-wise",))

@@ -111,6 +111,17 @@ def test_constraints_are_obeyed() -> None:
     plan.check(MLPERF)
 
 
+def test_tables_with_a_share_of_their_own_are_where_they_fit() -> None:
+    """Placed by their work alone, those that are to be on the device would take more of a rank than it has there."""
+    rows = (50_000, 100_000, 50_000, 100_000, 200_000, 50_000)
+    tables = Tables(names=tuple("abcdef"), rows=rows, columns=32, hot=(5, 1, 20, 60, 5, 60))
+    memory = TableMemory(share=0.76, shares={0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0})
+    constraints = parse_constraints(["0-2,4=table-wise,hbm:1"], tables)
+    plan = plan_in_tiers(tables, 2, 1024, memory, constraints=constraints, split_columns=False)
+    loads = tier_loads(plan, tables, ADAGRAD, memory, 1024, table_rates(tables, IDS, None))  # or an error of a rank
+    assert sum(load.device_bytes for load in loads) <= 0.76 * sum(rows) * 256
+
+
 def test_a_rank_of_too_few_rows_is_avoided() -> None:
     """One rank would hold the table of three rows alone: of its rows, one would be on the device."""
     tables = Tables(names=("a", "b", "c"), rows=(3, 100_000, 100_000), columns=32, hot=(100, 1, 1))

@@ -121,7 +121,13 @@ def test_halves_of_columns_miss_the_same_rows_of_half_the_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "memory", [TableMemory(share=0.5), TableMemory(share=0.1), TableMemory(device_bytes=3 * 10**10)]
+    "memory",
+    [
+        TableMemory(share=0.5),
+        TableMemory(share=0.1),
+        TableMemory(device_bytes=3 * 10**10),
+        TableMemory(share=0.7, shares={0: 0.1, 9: 0.3, 2: 0.0, 20: 0.4}),
+    ],
 )
 @pytest.mark.parametrize("held", [range(26), (0,), (20,), (9, 10, 22), (1, 2, 3)])
 def test_exchanges_of_a_rank_are_those_of_its_load(memory: TableMemory, held: Sequence[int]) -> None:
@@ -142,6 +148,31 @@ def test_exchanges_of_tables_add_up_to_those_of_a_rank_that_has_them_all() -> No
     assert {table for table, us in enumerate(by_table) if us > 1} == {0, 9, 10, 19, 21}, (
         "the rows that few samples name"
     )
+
+
+def test_tables_with_a_share_miss_what_they_would_alone() -> None:
+    """And the others have the rest of the device's rows."""
+    tables = small_tables()
+    rates = [random_rates(rows, hot, MLPERF_IDS) for rows, hot in zip(tables.rows, tables.hot, strict=True)]
+    shards = tuple(Shard(0, table, 0, 64) for table in range(3))
+    memory = TableMemory(share=0.5, shares={0: 0.25, 2: 0.0})
+    (load,) = tier_loads(Plan(1, shards), tables, ADAGRAD, memory, 500, rates)
+    alone = [missed_rows([(shards[t], rates[t])], rows, 500) for t, rows in ((0, 15_000), (1, 20_000), (2, 0))]
+    assert load.missed_rows == pytest.approx(sum(alone))
+    assert (load.device_bytes, load.host_bytes) == (35_000 * 512, 50_000 * 512)
+    assert alone[1] == 0, "42,500 rows less the 15,000 of table 0 are more than table 1 has"
+    exchanges = Exchanges(tables, ADAGRAD, memory, 500, rates, DEFAULT_COSTS, 1)
+    by_table = [exchanges.table_us(table) for table in range(3)]
+    assert by_table == pytest.approx([rows / 28 for rows in alone], rel=0.01)
+
+
+def test_too_little_device_memory_costs_more_than_any_exchange_and_less_the_nearer_it_is() -> None:
+    shards = [Shard(0, table, 0, 128) for table in (9, 10)]
+    times = [
+        Exchanges(MLPERF, ADAGRAD, memory, 13_824, mlperf_rates(), DEFAULT_COSTS, 1).us(shards)
+        for memory in (TableMemory(share=share, shares={9: 1.0}) for share in (0.1, 0.5, 0.96))
+    ]
+    assert times[0] > times[1] > 1e6 > times[2]
 
 
 def test_uniform_rates_are_one_bin() -> None:

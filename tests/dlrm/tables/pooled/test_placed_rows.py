@@ -1,6 +1,8 @@
 """Rows of pooled tables that have places: their numbers and memory where they are made. Trainings:
 tests/pipeline/static/test_dynamic_rows.py and test_tiers.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,25 +13,28 @@ from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.pooled.distributed_ids import SortedIds
 from dlrm_bench.dlrm.tables.pooled.placed_rows import empty_placed, make_rows, named_rows, rows_in_memory
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import Layout
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.kernels.embedding.id_map import Keys
 
 TABLES = Tables(names=("a", "b", "c"), rows=(50, 20, 9), columns=16, hot=(2, 3, 1))
 PLACES, SAMPLES, SEED = RowPlaces(12, False), 4, 3
 NEW, AGAIN = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
 
-def rows_of(shards: tuple[Shard, ...], fbgemm: bool = True, replicated: tuple[int, ...] = ()) -> DynamicRows:
+def rows_of(
+    shards: tuple[Shard, ...], fbgemm: bool = True, replicated: tuple[int, ...] = (), raw_ids: bool = False
+) -> DynamicRows:
     """The rows of rank 1 of two."""
     cpu = torch.device("cpu")
     ranks = Ranks(rank=1, local_rank=1, world_size=2, local_world_size=2, device=cpu)
-    layout = Layout(TABLES, Plan(2, shards, replicated), ranks, BatchShape(samples=SAMPLES, dtype=torch.float32))
+    tables = replace(TABLES, raw_ids=raw_ids)
+    layout = Layout(tables, Plan(2, shards, replicated), ranks, BatchShape(samples=SAMPLES, dtype=torch.float32))
     own = [shard.table for shard in shards if shard.rank == 1]
     rows, hot = (tuple(of[table] for table in own) for of in (TABLES.rows, TABLES.hot))
-    shape = TBEShape(rows=rows, hot=hot, columns=16, samples=2 * SAMPLES, dtype=torch.float32)
+    shape = TBEShape(rows=rows, hot=hot, columns=16, samples=2 * SAMPLES, dtype=torch.float32, raw_ids=raw_ids)
     assert rows_in_memory(shape, PLACES) == PLACES.count + 2 * SAMPLES * sum(hot)
     of_tbe = (shape, OptimizerConfig().tables, 0.1, cpu, True, fbgemm)
     return named_rows(layout, FixedTBE(*of_tbe, places=rows_in_memory(shape, PLACES)), SEED, PLACES)
@@ -45,11 +50,11 @@ def test_rows_have_the_weights_of_their_tables(fbgemm: bool) -> None:
     placed, unseen = empty_placed(rows, updates=True), empty_placed(rows, updates=False)
     dynamic._memory[0].fill_(7)
     dynamic._memory[1].fill_(7)
-    make_rows(dynamic, rows, None, unseen, NEW)
+    make_rows(dynamic, Keys(rows), None, unseen, NEW)
     assert unseen.lookup.tolist() == [-1] * 4, "an evaluation makes no rows"
-    ordered = SortedIds(rows.sort().values, rows)
+    ordered = Keys(rows.sort().values)
     for is_new in (NEW, AGAIN):
-        make_rows(dynamic, rows, ordered, placed, is_new)
+        make_rows(dynamic, Keys(rows), ordered, placed, is_new)
         assert placed.sorted is not None
         assert placed.lacking is not None
         assert placed.sorted.tolist() == [0, 0, 1, 2]
@@ -58,7 +63,7 @@ def test_rows_have_the_weights_of_their_tables(fbgemm: bool) -> None:
         assert dynamic.map.describe()["made"] == 3
     assert not dynamic.state[:3].any()
     assert (dynamic.state[3:] == 7).all()
-    dynamic.place_unnamed(rows - 1, unseen.lookup)
+    dynamic.place_unnamed(Keys(rows - 1), unseen.lookup)
     assert unseen.lookup.tolist() == [12, 13, 14, 15], "beyond all places"
     for number, place in ((3, 0), (49, 1), (58, 2), (2, 12), (57, 13), (48, 15)):
         table, row = (0, number) if number < 50 else (2, number - 50)
@@ -73,9 +78,34 @@ def test_saved_rows_are_chosen_by_the_tables_that_a_rank_has() -> None:
     dynamic = rows_of(WHOLE)
     assert dynamic.choose(entries).tolist() == [0, 2, 3]
     places = torch.empty(4, dtype=torch.int32)
-    dynamic.map.find(torch.tensor([3, 49, 58, 4]), places)
+    dynamic.map.find(Keys(torch.tensor([3, 49, 58, 4])), places)
     assert places.tolist() == [0, 2, 1, -1]
     assert torch.equal(dynamic.entries(), entries[[0, 2, 3]])
+
+
+def halves(*ids: int) -> list[list[int]]:
+    """The lower and the upper half of each id, as they are saved."""
+    return torch.tensor(ids).view(torch.int32).view(-1, 2).tolist()
+
+
+def test_raw_ids_are_saved_with_their_tables() -> None:
+    """Whatever the order of the tables on a rank; and numbers are chosen of row numbers only."""
+    saved = [(3, 0, 1), (4, 1, 1), (-8, 2, 2), (3 + (1 << 32), 0, 2), (3, 2, 2)]  # id, table, batch
+    words = [
+        [*half, table, last] for (_, table, last), half in zip(saved, halves(*(of[0] for of in saved)), strict=True)
+    ]
+    entries = torch.tensor(words, dtype=torch.int32)
+    dynamic = rows_of((Shard(0, 1, 0, 16), Shard(1, 2, 0, 16), Shard(1, 0, 0, 16)), raw_ids=True)
+    assert dynamic.choose(entries).tolist() == [0, 2, 3, 4]
+    places = torch.empty(6, dtype=torch.int32)
+    tables, ids = torch.tensor([1, 1, 0, 0, 0, 1]).int(), torch.tensor([3, 3 + (1 << 32), -8, 3, 4, -8])
+    dynamic.map.find(Keys(ids, tables), places)
+    assert places.tolist() == [0, 2, 1, 3, -1, -1]
+    assert torch.equal(dynamic.entries(), entries[[0, 2, 3, 4]])
+    for bad in (entries, entries[3:4]):
+        with pytest.raises(ValueError, match=r"saved id \S+ is outside its table: ids of .*--model\.raw-ids"):
+            rows_of(WHOLE).choose(bad)
+    assert rows_of(WHOLE).choose(entries[:1]).tolist() == [0], "an id that is a row number"
 
 
 @pytest.mark.parametrize(

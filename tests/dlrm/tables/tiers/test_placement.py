@@ -1,5 +1,8 @@
 """Places and moves of rows against a model of dictionaries, and how few rows are missing after a while."""
 
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.tables.tiers.placement import Placement, PlacementSizes
+from dlrm_bench.dlrm.tables.tiers.placement import Placement, Pool
 
 CPU = torch.device("cpu")
+
+
+def pool_of(rows: int, device_rows: int, guests: int, window: int) -> list[Pool]:
+    """Returns one pool of all rows, for batches of any size."""
+    of_all, ids = (range(rows),), (range(1 << 20),)
+    return [Pool(rows=of_all, ids=ids, device_rows=device_rows, guests=guests, window=window)]
 
 
 def nothing_known(rows: int) -> NDArray[np.float32]:
@@ -18,69 +27,84 @@ def nothing_known(rows: int) -> NDArray[np.float32]:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[PlacementSizes, list[list[int]]]:
-    """Returns sizes, and batches of rows."""
-    rows = draw(st.integers(2, 30))
-    device_rows = draw(st.integers(2, rows))
-    guests = draw(st.integers(1, device_rows - 1))
-    sizes = PlacementSizes(
-        rows=rows,
-        device_rows=device_rows,
-        guests=guests,
-        window=draw(st.integers(1, guests)),
-        halving=draw(st.integers(1, 6)),
-    )
-    batch = st.lists(st.integers(-1, rows - 1), min_size=9, max_size=9)
-    return sizes, draw(st.lists(batch, min_size=1, max_size=12))
+def runs(draw: st.DrawFn) -> tuple[list[Pool], int, list[list[int]]]:
+    """Returns pools of one table or several, the batches between two halvings, and batches of rows."""
+    tables = draw(st.integers(1, 4))
+    sizes, hot = (draw(st.lists(st.integers(1, most), min_size=tables, max_size=tables)) for most in (12, 6))
+    rows, ids = ([range(*ends) for ends in pairwise(accumulate(of, initial=0))] for of in (sizes, hot))
+    of_pools = draw(st.lists(st.integers(0, 2), min_size=tables, max_size=tables))
+    pools = []
+    for number in sorted(set(of_pools)):
+        held = [table for table, of in enumerate(of_pools) if of == number]
+        some = draw(st.integers(0, sum(sizes[table] for table in held)))
+        pool = Pool.of_batches([rows[table] for table in held], [ids[table] for table in held], some)
+        if pool.moves:
+            guests = draw(st.integers(1, some - 1))
+            pool = replace(pool, guests=guests, window=draw(st.integers(1, guests)))
+        pools.append(pool)
+    named = (st.lists(st.sampled_from([-1, *of]), min_size=n, max_size=n) for of, n in zip(rows, hot, strict=True))
+    batch = st.tuples(*(of_table.map(sorted) for of_table in named)).map(lambda of: list(chain(*of)))
+    return pools, draw(st.integers(1, 6)), draw(st.lists(batch, min_size=1, max_size=12))
 
 
 class Model:
     """Rows by place, and what each batch may do to them, in dictionaries."""
 
     def __init__(self, placement: Placement) -> None:
-        self.sizes, self.before = placement.sizes, set[int]()
+        self.device_rows, self.before = placement.device_rows, set[int]()
         self.row_at = {place: row for row, place in enumerate(placement.place.tolist())}
 
     def exchange(self, pairs: list[tuple[int, int]], may_come: set[int], may_leave: set[int]) -> None:
         for on_device, in_host in pairs:
-            place = self.sizes.device_rows + in_host
+            place = self.device_rows + in_host
             assert self.row_at[place] in may_come
             assert self.row_at[on_device] in may_leave
             self.row_at[place], self.row_at[on_device] = self.row_at[on_device], self.row_at[place]
 
-    def missing(self, batch: set[int]) -> set[int]:
-        return {row for place, row in self.row_at.items() if place >= self.sizes.device_rows and row in batch}
+    def on_device(self, rows: set[int]) -> set[int]:
+        return {row for place, row in self.row_at.items() if place < self.device_rows and row in rows}
 
 
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(runs())
-def test_rows_move_as_the_model_allows(run: tuple[PlacementSizes, list[list[int]]]) -> None:
-    sizes, batches = run
-    placement = Placement(sizes, CPU, nothing_known(sizes.rows))
+def test_rows_move_as_the_model_allows(run: tuple[list[Pool], int, list[list[int]]]) -> None:
+    """Within their pool, each of which has as many rows on the device all the time."""
+    pools, halving, batches = run
+    rows = sum(pool.count for pool in pools)
+    placement = Placement(pools, CPU, nothing_known(rows), halving)
     model = Model(placement)
-    assert sorted(model.row_at) == list(range(sizes.rows)), "each place has a row"
-    every, counted = set(range(sizes.rows)), [0, 0, 0, 0]
+    assert len(model.row_at) == rows, "each row has a place"
+    moving, counted = [pool for pool in pools if pool.moves], [0, 0, 0, 0]
     for batch in batches:
-        named, missing = {row for row in batch if row >= 0}, model.missing({row for row in batch if row >= 0})
-        moves = placement.plan(torch.tensor(batch, dtype=torch.int32).sort().values)
-        pairs = list(zip(moves.device.tolist(), moves.host.tolist(), strict=True))
-        (late_first, late_end), (early_first, early_end) = moves.late.tolist(), moves.early.tolist()
-        assert late_first == 0
-        assert late_end == early_first <= early_end <= sizes.window
-        idle = every - named - model.before
-        late = missing & model.before
-        assert late_end == min(len(late), early_end), "late rows come first"
-        # While the batch before trains, none of its rows moves; when it has, those that it names too may come.
-        model.exchange(pairs[early_first:early_end], missing - model.before, idle)
-        model.exchange(pairs[late_first:late_end], late, idle)
+        named = {row for row in batch if row >= 0}
+        every_move = placement.plan(torch.tensor(batch, dtype=torch.int32))
+        counted[0] += 1
+        for pool, moves in zip(moving, every_move, strict=True):
+            of_pool = set(chain(*pool.rows))
+            missing = (named & of_pool) - model.on_device(of_pool)
+            pairs = list(zip(moves.device.tolist(), moves.host.tolist(), strict=True))
+            (late_first, late_end), (early_first, early_end) = moves.late.tolist(), moves.early.tolist()
+            assert late_first == 0
+            assert late_end == early_first <= early_end <= pool.window
+            idle = of_pool - named - model.before
+            late = missing & model.before
+            assert late_end == min(len(late), early_end), "late rows come first"
+            # While the batch before trains, none of its rows moves; when it has, those that it names too may come.
+            model.exchange(pairs[early_first:early_end], missing - model.before, idle)
+            model.exchange(pairs[late_first:late_end], late, idle)
+            if pool.window < pool.guests or missing:
+                assert early_end <= len(missing)
+            for number, count in enumerate((len(missing), early_end, len(missing) - early_end), 1):
+                counted[number] += count
+        for pool in pools:
+            assert len(model.on_device(set(chain(*pool.rows)))) == pool.device_rows
         place = {row: place for place, row in model.row_at.items()}
-        assert placement.place.tolist() == [place[row] for row in range(sizes.rows)]
-        occupants = [model.row_at[device] for device in range(sizes.device_rows)]
-        assert placement.state.occupant[:-1].tolist() == occupants
-        assert sorted(placement.state.ring.tolist()) == placement.state.guest.nonzero().view(-1).tolist()
-        if sizes.window < sizes.guests or missing:
-            assert early_end <= len(missing)
-        counted = [a + b for a, b in zip(counted, (1, len(missing), early_end, len(missing) - early_end), strict=True)]
+        assert placement.place.tolist() == [place[row] for row in range(rows)]
+        occupants = {device: row for device, row in model.row_at.items() if device < model.device_rows}
+        held = placement.state.occupant[:-1].tolist()
+        assert {device: held[device] for device in occupants} == occupants
+        rings = sorted(place for pool in placement.state.pools for place in pool.ring.tolist())
+        assert rings == placement.state.guest.nonzero().view(-1).tolist()
         out = torch.empty(len(batch), dtype=torch.int32)
         placement.places(torch.tensor(batch, dtype=torch.int32), out)
         assert out.tolist() == [place[row] if row >= 0 else -1 for row in batch]
@@ -88,17 +112,27 @@ def test_rows_move_as_the_model_allows(run: tuple[PlacementSizes, list[list[int]
     assert placement.state.counters.tolist() == counted
 
 
+def test_the_rest_of_the_tables_is_one_pool_around_those_with_a_share_of_their_own() -> None:
+    rows, ids = [range(10), range(10, 30), range(30, 40)], [range(4), range(4, 5), range(5, 9)]
+    pool = Pool.of_batches([rows[0], rows[2]], [ids[0], ids[2]], 12)
+    assert (pool.rows, pool.ids) == ((range(10), range(30, 40)), (range(4), range(5, 9)))
+    assert (pool.count, pool.host_rows, pool.guests, pool.window) == (20, 8, 6, 1)
+    joined = Pool.of_batches(rows[1:], ids[1:], 12)
+    assert (joined.rows, joined.ids) == ((range(10, 40),), (range(4, 9),))
+    for device_rows in (0, 1, 20):
+        assert not Pool.of_batches([rows[1]], [ids[1]], device_rows).moves
+
+
 def test_missing_rows_come_as_long_as_others_may_leave() -> None:
-    sizes = PlacementSizes(rows=20, device_rows=10, guests=6, window=4)
-    placement = Placement(sizes, CPU, nothing_known(20))
-    moved = [int(placement.plan(torch.tensor(batch, dtype=torch.int32)).early[1]) for batch in ([10, 11], [12, 13, 14])]
+    placement = Placement(pool_of(20, 10, guests=6, window=4), CPU, nothing_known(20))
+    batches = ([10, 11], [12, 13, 14])
+    moved = [int(placement.plan(torch.tensor(batch, dtype=torch.int32))[0].early[1]) for batch in batches]
     assert moved == [2, 3]
-    assert int(placement.plan(torch.tensor([15, 16, 17, 18, 19], dtype=torch.int32)).early[1]) <= 4
+    assert int(placement.plan(torch.tensor([15, 16, 17, 18, 19], dtype=torch.int32))[0].early[1]) <= 4
 
 
 def test_a_row_that_every_batch_names_comes_to_the_device_and_stays_there() -> None:
-    sizes = PlacementSizes(rows=400, device_rows=40, guests=8, window=4)
-    placement = Placement(sizes, CPU, nothing_known(400))
+    placement = Placement(pool_of(400, 40, guests=8, window=4), CPU, nothing_known(400))
     generator = torch.Generator().manual_seed(0)
     for batch in range(200):
         rows = torch.cat([torch.tensor([390, 395]), torch.randint(400, (3,), generator=generator)])
@@ -121,9 +155,10 @@ class Zipf:
         device_rows = int(share * self.rows)
         self._best = torch.zeros(self.rows, dtype=torch.bool)
         self._best[self._number[:device_rows]] = True
-        sizes = PlacementSizes(rows=self.rows, device_rows=device_rows, guests=400, window=200, halving=1024)
+        pools = pool_of(self.rows, device_rows, guests=400, window=200)
         known = (self.ids * self._probability / self._probability.sum())[self._number.argsort()]
-        self._placement = Placement(sizes, CPU, known.float().numpy() if knows else nothing_known(self.rows))
+        expected = known.float().numpy() if knows else nothing_known(self.rows)
+        self._placement = Placement(pools, CPU, expected, halving=1024)
 
     def misses(self, batches: int) -> float:
         """Returns the missing rows of so many batches over those of the best fixed placement."""
@@ -150,11 +185,11 @@ def test_a_known_placement_is_kept(share: float) -> None:
     assert Zipf(share, knows=True).misses(100) < 1.1
 
 
-@pytest.mark.parametrize("device_rows", [2, 3, 4, 7, 11])
+@pytest.mark.parametrize("device_rows", [1, 2, 3, 4, 7, 11])
 def test_the_rows_expected_most_are_on_the_device_the_first_of_equal_ones(device_rows: int) -> None:
     numbers = np.array([0, 0.3, 0.1, 9, 0.1, 0.1, 0, 0.002, 0, 0.3, 0], np.float32)
-    sizes = PlacementSizes(rows=11, device_rows=device_rows, guests=1, window=1, halving=100)
-    placement = Placement(sizes, CPU, numbers)
+    pool = Pool.of_batches([range(11)], [range(5)], device_rows)
+    placement = Placement([pool], CPU, numbers, halving=100)
     expected = sorted(range(11), key=lambda row: -numbers[row])[:device_rows]
     assert (placement.place < device_rows).nonzero().view(-1).tolist() == sorted(expected)
     counts = placement.state.counts.view(-1)[:11].tolist()
@@ -163,18 +198,17 @@ def test_the_rows_expected_most_are_on_the_device_the_first_of_equal_ones(device
 
 
 def test_counts_begin_with_what_is_expected_on_the_average() -> None:
-    sizes = PlacementSizes(rows=9_000, device_rows=10, guests=1, window=1, halving=800)
+    pools = pool_of(9_000, 10, guests=1, window=1)
     numbers = np.repeat(np.array([0.0, 0.0001, 0.001], np.float32), 3_000)
-    counts = Placement(sizes, CPU, numbers).state.counts.view(-1)[:9_000].view(3, 3_000).double().mean(1)
+    counts = Placement(pools, CPU, numbers, halving=800).state.counts.view(-1)[:9_000].view(3, 3_000).double().mean(1)
     assert counts.tolist() == pytest.approx([0, 0.0256, 0.256], abs=0.005)
 
 
 def test_rows_of_a_table_that_is_named_often_do_not_hold_up_the_others() -> None:
     """Of the device's rows the first 9,000 are named by every tenth batch, and 1,000 by none; 900 in host memory are
     named by every tenth batch too."""
-    sizes = PlacementSizes(rows=20_000, device_rows=10_000, guests=120, window=120)
     expected = np.concatenate([np.full(9_000, 0.1), np.full(1_000, 2e-4), np.full(10_000, 1e-4)]).astype(np.float32)
-    placement = Placement(sizes, CPU, expected)
+    placement = Placement(pool_of(20_000, 10_000, guests=120, window=120), CPU, expected)
     generator = torch.Generator().manual_seed(0)
     for batch in range(80):
         often = torch.randint(9_900, (990,), generator=generator)
@@ -187,8 +221,7 @@ def test_rows_of_a_table_that_is_named_often_do_not_hold_up_the_others() -> None
 def test_rows_that_few_batches_named_do_not_drive_out_those_expected_more_often() -> None:
     """Of 4,000 rows that as many batches name, few are named in the first ones; a thousand others are named once."""
     expected = np.concatenate([np.full(4_000, 0.02, np.float32), np.full(36_000, 1e-4, np.float32)])
-    sizes = PlacementSizes(rows=40_000, device_rows=4_200, guests=200, window=100)
-    placement = Placement(sizes, CPU, expected)
+    placement = Placement(pool_of(40_000, 4_200, guests=200, window=100), CPU, expected)
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         rows = torch.cat(

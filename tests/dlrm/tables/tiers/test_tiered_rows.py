@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.tables.tiers import tiered_rows
-from dlrm_bench.dlrm.tables.tiers.placement import PlacementSizes
+from dlrm_bench.dlrm.tables.tiers.placement import Pool
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
 
 CPU = torch.device("cpu")
-SIZES = PlacementSizes(rows=50, device_rows=20, guests=8, window=4)
+POOLS = [Pool(rows=(range(50),), ids=(range(5),), device_rows=20, guests=8, window=4)]
 NONE = np.zeros(50, np.float32)
 
 
@@ -24,7 +24,7 @@ def one_rank() -> Iterator[None]:
 
 
 def test_matrices_are_read_and_written_in_the_order_of_rows_while_rows_move() -> None:
-    rows = TieredRows(SIZES, 16, CPU, NONE)
+    rows = TieredRows(POOLS, 16, CPU, NONE)
     values = torch.rand(40, 2, 16)
     weights, state = rows.of_table(10, 40)
     weights.copy_(values[:, 0])
@@ -50,4 +50,4 @@ def test_memory_that_cannot_be_had_is_an_error_of_the_flag(monkeypatch: pytest.M
 
     monkeypatch.setattr(tiered_rows, "host_zeros", no_memory)
     with pytest.raises(ValueError, match=r"--table-memory: rank 0: 30 GB of host memory are needed"):
-        TieredRows(SIZES, 16, CPU, NONE)
+        TieredRows(POOLS, 16, CPU, NONE)
