@@ -1,6 +1,6 @@
 """The interface of a pipeline to the training loop, and of its options to a configuration."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ def check_device(options: Options, device: torch.device) -> None:
         raise ValueError(options.needs_gpu)
 
 
-Capacities = Mapping[str, Mapping[str, int]]
+Capacities = dict[str, dict[str, int]]
 """Sizes by name, for each kind of iteration."""
 
 
