@@ -38,10 +38,19 @@ class AdamBucket:
 
         watch: a LossGuard's. If a flag is raised, or the average's norm is not finite, nothing changes.
         """
-        torch._foreach_copy_(self._gradients, gradients)
+        self._gather(gradients)
         if self._group is not None:
             dist.all_reduce(self._gradient, group=self._group)
         flat_adam(self.weights, self.state, self._gradient, self._world_size, learning_rate, self._options, watch)
+
+    def _gather(self, gradients: list[Tensor]) -> None:
+        """Copies the gradients to the flat buffer: those with their part's strides in one launch, the others (transposed
+        products) in one each. Together, each would have a launch of its own."""
+        pairs = list(zip(self._gradients, gradients, strict=True))
+        for alike in (True, False):
+            found = [(to, of) for to, of in pairs if (to.stride() == of.stride()) == alike]
+            if found:
+                torch._foreach_copy_([to for to, _ in found], [of for _, of in found])
 
     def tensors(self) -> list[Tensor]:
         """Returns all memory of the weights, their gradient and their state."""

@@ -17,7 +17,8 @@ STEPS = 4
 
 def gradients(module: nn.Module, rank: int, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randn(weight.shape, generator=generator) for weight in module.parameters()]
+    made = [torch.randn(weight.shape, generator=generator) for weight in module.parameters()]
+    return [made[0].t().contiguous().t(), *made[1:]]  # a product's gradient may be transposed
 
 
 def made() -> nn.Module:
