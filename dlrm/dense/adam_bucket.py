@@ -44,7 +44,7 @@ class AdamBucket:
         flat_adam(self.weights, self.state, self._gradient, self._world_size, learning_rate, self._options, watch)
 
     def _gather(self, gradients: list[Tensor]) -> None:
-        """Copies the gradients to the flat buffer: those with their part's strides in one launch, the others (transposed
+        """Copies the gradients to the flat buffer: those with their part's strides in one launch, others (transposed
         products) in one each. Together, each would have a launch of its own."""
         pairs = list(zip(self._gradients, gradients, strict=True))
         for alike in (True, False):
