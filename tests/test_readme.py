@@ -69,7 +69,7 @@ def test_the_flags_of_the_commands_are_understood() -> None:
     """Those of launch/dlrm.py which the README gives for GPUs, and for the small DLRMv4."""
     text = READMES[0].read_text(encoding="utf-8").replace("\\\n", " ")
     commands = [shlex.split(line, comments=True) for line in re.findall(r"launch/dlrm\.py (--preset .*)", text)]
-    assert len(commands) == 9
+    assert len(commands) == 10
     for arguments in commands:
         preset, pipeline = taken(arguments, "--preset", "smoke"), taken(arguments, "--pipeline", "torchrec")
         config = parse_run(preset, pipeline, arguments, None, False)

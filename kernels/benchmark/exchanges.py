@@ -1,7 +1,8 @@
 """Compares ways to exchange table rows with host memory: python -m dlrm_bench.kernels.benchmark.exchanges [rows of an
 exchange]. Takes half a minute on a GPU with 5 GB of host memory.
 
-- kernel: a kernel that reads and writes host memory, as in training (tiered_rows.py), and the same in Triton.
+- kernel: a kernel that reads and writes host memory, as in training (kernels/embedding/tiered_rows.py), and the same in
+  Triton.
 - host threads: they gather the incoming rows in pinned memory, the copy engine moves these to the device and the
   leaving rows to pinned memory, and the threads scatter those. Without threads: the copies and the device's part alone,
   of rows that somebody has gathered, the upper limit.

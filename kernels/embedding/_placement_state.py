@@ -51,7 +51,7 @@ class PlacementState(NamedTuple):
     counters: Tensor
     """int64 [4]: batches, missing rows, rows moved to the device, rows used in place; of the pools."""
     pools: tuple[PoolState, ...]
-    """At least one. Rows outside all pools keep their places."""
+    """One pool or more. Rows outside all pools keep their places."""
 
 
 class Moves(NamedTuple):

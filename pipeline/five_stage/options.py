@@ -47,9 +47,9 @@ class HostSwitches:
     """
 
     peer_memory: bool = False
-    """In graphs of whole iterations, on one machine: exchange ids, pooled vectors and gradients by kernels that write
-    into the memory of the other GPUs, in place of NCCL's collectives and the copies around them; see Peers. Of two
-    ranks the results are the same bits. What cannot go that way stays NCCL's, and `describe()` says why."""
+    """Exchange ids, pooled vectors and gradients within graphs of whole iterations, on one machine, by kernels that
+    write into the memory of the other GPUs, in place of NCCL's collectives and the copies around them; see Peers. Of
+    two ranks the results are the same bits. What cannot go that way stays NCCL's, and `describe()` says why."""
 
     @property
     def graphs_iterations(self) -> bool:

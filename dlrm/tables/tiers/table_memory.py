@@ -28,15 +28,15 @@ class DeviceRows:
     """Rows of one rank on the device."""
 
     of_shards: tuple[int | None, ...]
-    """Of each shard of a table with a share of its own; None of the others."""
+    """Rows of each shard of a table with a share of its own; None for other shards."""
     shared: int
-    """Of all other shards together."""
+    """Rows of all other shards together."""
     lacking: int
     """Number of rows by which --table-memory is too small: no placement if above 0."""
 
     @property
     def total(self) -> int:
-        """Of all shards."""
+        """Rows of all shards."""
         return self.shared + sum(rows for rows in self.of_shards if rows is not None)
 
 

@@ -32,7 +32,7 @@ SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Block(NamedTuple):
-    """What one rank is sent, in elements: `columns` of each of the rows."""
+    """Elements that one rank is sent: `columns` of each of the rows."""
 
     source: int
     """Place of the first element in the source."""
@@ -53,9 +53,9 @@ class Layout(NamedTuple):
     """The form of an exchange, in elements."""
 
     blocks: list[Block]
-    """What this rank sends each rank."""
+    """Elements that this rank sends each rank."""
     size: int
-    """Of a buffer: the largest number that any rank receives."""
+    """Size of a buffer: the largest number that any rank receives."""
 
 
 class RankBuffers:
