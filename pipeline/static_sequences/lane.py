@@ -21,20 +21,17 @@ EAGER = 3
 """Iterations before the first capture: NCCL and cuBLAS set themselves up in them."""
 _EAGER_AGAIN = 1
 """Iterations before the first capture of a larger space: kernels of its numbers of ids are loaded in it."""
-_LEAST_AHEAD, _MOST_AHEAD, _SAMPLES_AHEAD = 16, 64, 4096
-"""Minimum and maximum number of batches to read ahead, and the number of samples to read ahead between these bounds.
+AHEAD = 64
+"""Number of batches to read ahead of the running batch: their needs decide the capacities.
 
-On generated data, 120 to 600 batches of 1,024, 128 and 16 samples on two ranks took 34, 60 and 30 graphs, captured at
-4, 4 and 3 batches. Reading two batches ahead and capturing rooms on demand took 92, 204 and 112, at 17, 25 and 10."""
+Growths after the first ten iterations, and graphs captured, in the 36 series of room._IDS_SLACK: with 64 batches of 16
+samples, 32 of 128 and 16 of 1,024, 38 growths, at most two a series, and 3,214 graphs; with 64 each, 24, at most one,
+and 2,740; with 256, 8 and 2,138, but a tenth more padding of events, and four times as long a wait for the first
+batch."""
 _BEYOND = 1.5, 0.5, 0.0
 """Distances of the largest captured room for tokens from the largest that known batches need, in units of the range of
 their needs, in the order in which they are tried. With half of the range, three of five series of 100 to 900 batches
 had a later batch with more tokens, and all rooms were captured again; with one and a half, none."""
-
-
-def batches_ahead(local_batch_size: int) -> int:
-    """Returns the number of batches to read ahead of the running batch, the same on all ranks."""
-    return max(_LEAST_AHEAD, min(_MOST_AHEAD, _SAMPLES_AHEAD // local_batch_size))
 
 
 class Lane:
@@ -42,9 +39,10 @@ class Lane:
     (capacity) when the batch is read, many batches ahead. All ranks have the same number of batches and run each batch
     in the same room.
 
-    If a batch's ids exceed the capacity, its input dist waits until the previous iteration has ended and a space with
-    capacity for all batches read so far is allocated; graphs are captured again after an eager iteration. Rooms for
-    tokens are captured together: from the smallest room that a known batch needs to the largest, and beyond it by 1.5
+    If a batch's ids exceed the capacity, its input dist waits until the previous iteration has ended and a larger space
+    is allocated (IdRoom.grown); graphs are captured again after an eager iteration. The larger space depends on the old
+    one and on the batches that have been read and not run, which a resumed run knows too. Rooms for tokens are captured
+    together: from the smallest room that a known batch needs to the largest, and beyond it by 1.5
     times the range between them, or half of it, if the GPU has the memory. Graphs share memory: the memory of a large
     graph can hold a smaller one but not vice versa, so a room larger than all captured ones discards all graphs, and a
     smaller room is captured alone. A batch with more rows of one owner rank than ranks exchange runs eagerly, on all
@@ -66,7 +64,8 @@ class Lane:
         ahead: int,
     ) -> None:
         """work: launches an iteration in a space, on the batch of a slot, with a room for tokens. room: the initial id
-        capacity. forget_all: calls `forget` of all lanes whose graphs share memory. ahead: see `batches_ahead`."""
+        capacity. forget_all: calls `forget` of all lanes whose graphs share memory. ahead: number of batches to read
+        ahead of the running batch, the same on all ranks."""
         self._work, self._new_space, self._iteration, self._dense = work, new_space, iteration, dense
         self._fetcher, self._agreement, self._streams, self.graphs = fetcher, agreement, streams, graphs
         self._forget_all = forget_all

@@ -31,7 +31,7 @@ from dlrm_bench.pipeline.static.memory import memory_gb
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
 from dlrm_bench.pipeline.static_sequences.iteration import Iteration, Slot, Space
-from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane, batches_ahead
+from dlrm_bench.pipeline.static_sequences.lane import AHEAD, EAGER, Lane
 from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom
 from dlrm_bench.pipeline.static_sequences.warm_up import ROWS, unchanged
 
@@ -83,8 +83,7 @@ class StaticSequencesPipeline:
         if self._options.cuda_graph != "none":
             graphs = Graphs(name, [], self._ranks, self._streams.main, self._options.cuda_graph == "try", self._pool)
         stages = (self._iteration, self.dense, self._fetcher, self._agreement, self._streams)
-        ahead = batches_ahead(self._config.local_batch_size)
-        return Lane(work, partial(self._new_space, trains=trains), room, *stages, graphs, self._forget_graphs, ahead)
+        return Lane(work, partial(self._new_space, trains=trains), room, *stages, graphs, self._forget_graphs, AHEAD)
 
     def _forget_graphs(self) -> None:
         for lane in self._lanes.values():
@@ -131,7 +130,7 @@ class StaticSequencesPipeline:
         return self.dense.prepare(batch, self._runs.room.batch)
 
     def train_step(self, batches: Iterator[Prepared]) -> Tensor:
-        """Runs one iteration; reads `batches_ahead` of the one it trains on. ValueError for batches after the end."""
+        """Runs one iteration; reads AHEAD batches beyond it. ValueError for batches after the end."""
         self.dense.before_step(self._before + self._launched + 1)
         if self._train.run(batches, self._check_ids if self._options.check_ids else None) is None:
             raise StopIteration

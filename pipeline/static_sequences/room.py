@@ -13,8 +13,16 @@ _TOKENS_STEP = 1.05
 """Ratio of one room for tokens to the next: padding is at most a twentieth of the tokens, and a fortieth on average."""
 _TOKENS_MULTIPLE = 64
 _IDS_SLACK = 1.5
-"""Ratio of a new capacity for events, items and rows to the need of the batch that exceeded the old one. Padding costs
-time in the embedding stages and in per-item computation; growing requires capturing every graph again."""
+"""Ratio of new capacities for events, items and rows to the largest needs of known batches. Padding costs time in the
+embedding stages and in per-item computation; growing requires capturing every graph again.
+
+Needs increase: the first windows have samples of the most active users alone, 212 a user; from window 200 on a user
+has 55, and a batch four times as many users. In 36 series of 1,000 batches of generated data (2,000, 4,000 and 8,000
+users, two seeds; one and two ranks; 16, 128, 1,024 samples) the largest batch has 1.1 to 2.6 times the events of the
+largest of the first 64. Growths after the first ten iterations, the most in one series, and the mean unused capacity
+for events as a share of the need: 29, 2 and 1.68 with a ratio of 1.4; 24, 1 and 1.72 with 1.5; 22, 1 and 1.90 with
+1.6. If only the exceeded capacity grows, 36, 2 and 1.72 with 1.5. Capacities for the largest of all 1,000 batches, if
+they were known, would leave 1.55 unused."""
 _IDS_MULTIPLE = 1024
 
 
@@ -56,13 +64,11 @@ class IdRoom:
         return needs.events <= self.events and needs.items <= self.items and needs.rows <= self.rows
 
     def grown(self, needs: Needs) -> "IdRoom":
-        """Returns the larger room after a batch that did not fit."""
+        """Returns the larger room after a batch that did not fit: each capacity is at least `_IDS_SLACK` times its
+        need, also one that was large enough, as events, items and rows increase together. needs: the largest of all
+        known batches."""
         pairs = (self.events, needs.events), (self.items, needs.items), (self.rows, needs.rows)
-        return IdRoom(*(_larger(room, need) for room, need in pairs))
-
-
-def _larger(room: int, need: int) -> int:
-    return room if need <= room else _multiple(need * _IDS_SLACK, _IDS_MULTIPLE)
+        return IdRoom(*(max(room, _multiple(need * _IDS_SLACK, _IDS_MULTIPLE)) for room, need in pairs))
 
 
 def _multiple(number: float, of: int) -> int:

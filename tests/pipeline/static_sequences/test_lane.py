@@ -10,7 +10,7 @@ import torch
 
 from dlrm_bench.dlrm.dense.static_sequences import BatchRoom, Needs, Prepared
 from dlrm_bench.pipeline.static.streams import IterationStreams
-from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane, batches_ahead
+from dlrm_bench.pipeline.static_sequences.lane import EAGER, Lane
 from dlrm_bench.pipeline.static_sequences.room import Agreement, IdRoom, room_for_tokens
 
 AHEAD = 6
@@ -156,7 +156,7 @@ def test_a_larger_space_has_room_for_all_batches_read_and_is_captured_after_an_e
     run = Run([1000] * 30, ids)
     run.runs(5)
     assert run.lane.grown == 1  # while batch 4 runs, and batches up to 4 + AHEAD are known
-    assert (run.lane.room.events, run.lane.room.items, run.lane.room.rows) == (3072, 5120, 1024)
+    assert (run.lane.room.events, run.lane.room.items, run.lane.room.rows) == (3072, 5120, 2048)
     assert run.graphs.works == []
     eager = len(run.eager)
     run.runs(1)
@@ -168,6 +168,15 @@ def test_a_larger_space_has_room_for_all_batches_read_and_is_captured_after_an_e
     run.runs(2)
     assert run.lane.grown == 2
     assert run.lane.interruptions == [EAGER, 5, 6, 12]
+
+
+def test_needs_that_increase_together_take_one_larger_space() -> None:
+    ids = {number: (700 + 20 * number, 600 + 20 * number, 500 + 20 * number) for number in range(40)}
+    run = Run([1000] * 40, ids)
+    run.runs(40)  # the capacities of events, items and rows would be exceeded at batches 17, 22 and 27
+    assert run.lane.grown == 1
+    assert run.lane.room == IdRoom(2048, 2048, 2048)
+    assert run.lane.interruptions == [EAGER, 17, 18]
 
 
 def test_a_larger_space_takes_none_of_the_first_eager_iterations() -> None:
@@ -203,10 +212,6 @@ def test_warm_up_batches_leave_no_range_behind() -> None:
     assert run.graphs.works == []
     run.runs(4)
     assert {of for _, of in run.graphs.rooms} == {room(1000)}
-
-
-def test_more_batches_are_read_ahead_where_they_are_small() -> None:
-    assert [batches_ahead(samples) for samples in (1, 16, 64, 128, 256, 1024, 8192)] == [64, 64, 64, 32, 16, 16, 16]
 
 
 def test_the_needs_of_batches_ahead_come_in_the_order_of_the_batches() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dlrm_bench.dlrm.tables.sequence.capacity
-import dlrm_bench.pipeline.static_sequences.lane
+import dlrm_bench.pipeline.static_sequences.pipeline
 import dlrm_bench.pipeline.static_sequences.room
 from dlrm_bench.bench.config import PIPELINES, RunConfig
 from dlrm_bench.bench.presets import preset
@@ -124,7 +124,7 @@ def assert_equal(ours: Trained, theirs: Trained, gpu: bool = False) -> None:
 def without_room() -> None:
     """In this process: rooms for ids are as small as batches, each known when it comes, and ranks exchange fewer rows
     than most have."""
-    dlrm_bench.pipeline.static_sequences.lane._LEAST_AHEAD = dlrm_bench.pipeline.static_sequences.lane._MOST_AHEAD = 1
+    dlrm_bench.pipeline.static_sequences.pipeline.AHEAD = 1
     dlrm_bench.pipeline.static_sequences.room._IDS_MULTIPLE = 8
     dlrm_bench.pipeline.static_sequences.room._IDS_SLACK = 1.0
     dlrm_bench.dlrm.tables.sequence.capacity._SLACK = 0.45

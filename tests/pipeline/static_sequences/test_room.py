@@ -38,6 +38,12 @@ def test_room_for_ids_grows_where_a_batch_has_none() -> None:
     assert room.grown(Needs(1, 2000, 1, 1)) == IdRoom(1024, 3072, 2048)
 
 
+def test_capacities_that_were_large_enough_grow_with_the_one_that_was_not() -> None:
+    room = IdRoom(1024, 2048, 4096)
+    assert room.grown(Needs(1025, 2000, 3000, 1)) == IdRoom(2048, 3072, 5120)
+    assert room.grown(Needs(2048, 1000, 2000, 1)) == IdRoom(3072, 2048, 4096)
+
+
 def agree(ranks: Ranks) -> list[Needs]:
     agreement = Agreement(ranks)
     own = [Needs(10 * ranks.rank + n, 3, 100 - ranks.rank, 7) for n in range(3)]
