@@ -6,6 +6,7 @@ rank of the sample, which adds them in rank order; of two ranks NCCL's sum has t
 gradients where the owners' lookups read them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -73,7 +74,7 @@ def _rows(peers: "Peers", name: str, local_embs: Tensor, sharding_ctx: Embedding
     return PooledOnTheirWay(local_embs, _OfRows(peers, name, sharding_ctx.batch_size_per_rank, dims))
 
 
-class _Pooled:
+class _Pooled(ABC):
     """The exchange of one batch, each way; see PooledExchange. Rank r has sizes[r] samples, and looks up dims[r]
     columns for all of them: [samples of all ranks, dims[r]]."""
 
@@ -101,14 +102,17 @@ class _Pooled:
         distance, shared = values.stride(0), (self._sizes, self._dims)
         return self._peers.push(name, "vectors", values, shared, partial(lay_out, distance), distance)
 
+    @abstractmethod
     def _along(self, distance: int) -> Layout:
-        raise NotImplementedError
+        """Returns the form of the exchange of vectors whose rows lie `distance` elements apart."""
 
+    @abstractmethod
     def _back(self, distance: int) -> Layout:
-        raise NotImplementedError
+        """Returns the form of the exchange of gradients whose rows lie `distance` elements apart."""
 
+    @abstractmethod
     def _arrived(self, received: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Returns the local batch's vectors, [local batch, columns], of the buffer that the ranks have written."""
 
 
 class _OfColumns(_Pooled):
