@@ -269,7 +269,9 @@ class Parts(Protocol):
         peer memory. Collective."""
         ...
 
-    def static_sequences(self, config: TrainingConfig, ranks: "Ranks") -> "StaticSequences":
+    def static_sequences(
+        self, config: TrainingConfig, options: StaticDenseOptions, ranks: "Ranks"
+    ) -> "StaticSequences":
         """Returns stage 3 of the static pipeline, if that trains this benchmark and its tables are not pooled.
         Collective."""
         ...

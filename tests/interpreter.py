@@ -1,7 +1,8 @@
-"""Triton's interpreter for tests: with a GPU's rule for NaN, and in less than half of its time.
+"""Triton's interpreter for tests: with a GPU's rules for NaN and for rounding to eight bits, and in less than half of
+its time.
 
 The interpreter does much of its work anew for each operation of each program. The parts that take most time are
-replaced, from outside: they are private to Triton, whose version is pinned. Values stay the same to the bit.
+replaced, from outside: they are private to Triton, whose version is pinned. Other values stay the same to the bit.
 """
 
 import math
@@ -9,6 +10,7 @@ import operator
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.program_races import watch_programs
 
@@ -27,6 +29,7 @@ def prepare_interpreter() -> None:
     from triton.runtime import interpreter
 
     _choose_numbers_as_on_gpus(interpreter.InterpreterBuilder)
+    _round_as_on_gpus(interpreter)
     _patch_once_a_launch(interpreter)
     _type_tuples_when_asked(core)
     _make_tensors_without_shapes(core)
@@ -42,6 +45,20 @@ def _choose_numbers_as_on_gpus(builder: Any) -> None:
     kernel asks for NaN. The interpreter has NaN either way, so that no test on a CPU would see a kernel hide it."""
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+
+
+def _round_as_on_gpus(interpreter: Any) -> None:
+    """Rounds fp32 to e4m3 to the nearest, ties to even, with NaN as NaN; the interpreter truncates. What is too large
+    becomes NaN, as in PyTorch, not the largest number, as on GPUs: a kernel that does not saturate fails."""
+    convert = interpreter._convert_float
+
+    def rounded(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.name, target.name) != ("fp32", "fp8e4nv"):
+            return convert(values, source, target, rounding)
+        eight_bits = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
+        return eight_bits.view(torch.uint8).numpy()
+
+    interpreter._convert_float = rounded
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:

@@ -33,6 +33,12 @@ def larger_kernel(a, b, out):
 
 
 @jit
+def eight_bits_kernel(values, out, count: tl.constexpr):
+    at = tl.arange(0, count)
+    tl.store(out + at, tl.load(values + at).to(out.dtype.element_ty))
+
+
+@jit
 def shapes_kernel(out, rows: tl.constexpr):
     block = tl.zeros([rows, 2], tl.float32)
     tl.store(out, block.shape[0] * 100 + block.numel)
@@ -72,6 +78,15 @@ def test_the_larger_of_nan_and_a_number_is_the_number_as_on_gpus() -> None:
     out = torch.zeros(1)
     larger_kernel[(1,)](torch.tensor([torch.nan]), torch.tensor([3.0]), out)
     assert out.item() == 3
+
+
+def test_eight_bits_round_to_the_nearest() -> None:
+    """Normal and subnormal numbers, ties among them, zero and NaN."""
+    values = torch.cat([torch.linspace(-500, 500, 1001), torch.arange(-20, 20) / 4096, torch.tensor([torch.nan, 0.0])])
+    values = torch.cat([values, torch.randn(2048 - len(values))])
+    out = torch.empty(len(values), dtype=torch.float8_e4m3fn)
+    eight_bits_kernel[(1,)](values, out, len(values))
+    assert torch.equal(out.view(torch.uint8), values.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def test_a_value_knows_its_shape() -> None:

@@ -29,8 +29,9 @@ class LadderCommand:
     the last rung of five-stage, and one graph for the whole iteration), exchange (that graph with collectives and with
     --peer-memory), tiers (half of the rows in host memory, by TorchRec and by --table-memory, and none), cached-tables
     (rows in host memory behind TorchRec's caches, fetched a batch ahead by its own pipeline and by five-stage), fp8
-    (ends and --fp8), reading (the last rung on random batches and on the day files of --data.path), same-pipelines (one
-    rung of each pipeline twice) and cpu (runs without a GPU)."""
+    (the last rung without and with --fp8; for some benchmarks also the first), reading (the last rung on random
+    batches and on the day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu (runs
+    without a GPU)."""
     rounds: int | Literal["auto"] = 5
     """Number of runs of each rung; one round proves nothing. auto: until a difference of --detect can be found."""
     detect: str = "2%"

@@ -30,7 +30,7 @@ from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.peer_memory import PeerMemory
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import Branch, Stream
-from dlrm_bench.kernels.dense import fp8
+from dlrm_bench.kernels.dense.fp8 import require_products
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 
@@ -42,9 +42,8 @@ class DcnStage:
     ) -> None:
         """Collective. memory: given if options.peer_memory. ValueError for --fp8 if the GPU has no 8-bit products."""
         device, self._config, self._memory = ranks.device, config, memory
-        if options.eight_bits and device.type == "cuda" and not fp8.applies(device):
-            name = torch.cuda.get_device_name(device)
-            raise ValueError(f"--fp8 needs a Hopper GPU (sm_90) and cuda-bindings, but this is {name}: leave --fp8 out")
+        if options.eight_bits:
+            require_products(device)
         self._schedule = static_schedule(config.local_batch_size, options)
         self.shape = BatchShape(
             samples=config.local_batch_size,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 GRADIENTS = "gradients"
@@ -21,6 +22,17 @@ class Tallies:
     def of(self, name: str) -> Tensor:
         """Returns the counts of one tensor, a view int64 [2]."""
         return self.counts[self.names.index(name)]
+
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Returns, for a pipeline's description, the numbers that were too large for 8 bits and saturated, including
+        those in evaluations, by tensor, over all ranks; nothing if no tensor has 8 bits. Collective."""
+        rounded = self.names[1:]
+        if not rounded:
+            return {}
+        counts = self.counts.clone()
+        dist.all_reduce(counts)
+        large = zip(rounded, counts[1:, 0].tolist(), strict=True)
+        return {"too_large_for_eight_bits": {name: count for name, count in large if count}}
 
     @property
     def not_finite(self) -> Tensor:

@@ -5,6 +5,9 @@ attention, and 4,096 for the projection unless it is recomputed; a last layer fo
 2,048 for keys and values. Three layers with 1,024 samples of 2,082 tokens keep 32.7 GB, or 10.9 GB with recomputation;
 the backward pass of a layer also needs 8.7 GB for the gradients of the projection, 6.5 GB for those of the joined rows,
 and a few more rows of tokens. Norms, gates and dropout masks are recomputed in the kernels that need them.
+
+With tallies, the forward products over all tokens have factors in e4m3 (fp8_stu.py); a projection that the backward
+pass recomputes is the same to the bit. Products of candidates alone and all others stay in the tokens' format.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.dlrmv4.attention import by_heads
+from dlrm_bench.dlrm.dlrmv4.fp8_stu import LayerTallies, product, unfilled, weight_in_e4m3
 from dlrm_bench.kernels.dense._dropout import Dropout
+from dlrm_bench.kernels.dense.fp8 import Fp8
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
 from dlrm_bench.kernels.dense.last_query_attention import (
     Jagged,
@@ -44,13 +49,15 @@ class LayerWeights(NamedTuple):
 
 class LayerOptions(NamedTuple):
     """Options of a layer: number of attention heads; divisor of attention; whether backward recomputes the projection;
-    whether only candidates have an output; dropout of the output product's input."""
+    whether only candidates have an output; dropout of the output product's input; tallies of a layer with products in
+    e4m3, whose tokens are bf16 (on CPUs also fp32)."""
 
     heads: int
     length: int
     recompute: bool
     candidates: bool
     dropout: Dropout | None
+    tallies: LayerTallies | None = None
 
 
 def fused_layer(tokens: Tensor, weights: LayerWeights, offsets: Tensor, options: LayerOptions) -> Tensor:
@@ -66,16 +73,23 @@ def fused_layer(tokens: Tensor, weights: LayerWeights, offsets: Tensor, options:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, offsets: Tensor, options: LayerOptions, *given: Tensor) -> Tensor:
-        weights, end = _as_tokens(tokens, given), offsets[-1:]
-        projected = torch.addmm(weights.uvqk_bias, _normed(tokens, weights, end), weights.uvqk)
+        weights, end, tallies = _as_tokens(tokens, given), offsets[-1:], options.tallies
+        rounded = None if tallies is None else weight_in_e4m3(LayerWeights(*given).uvqk, tallies.uvqk_weight)
+        projection = weights.uvqk, weights.uvqk_bias
+        projected, _ = _projected(tokens, weights, end, projection, rounded, tallies)
         u, v, q, k = by_heads(projected, options.heads)
         attended = tokens.new_empty(len(tokens), weights.output_norm_bias.shape[0])
         by_head = attended.unflatten(1, (options.heads, -1))
         silu_attention_forward(q, k, v, _sequences(offsets, options), by_head)
-        joined = _joined(u.flatten(1), attended, weights, end, options)
         ctx.save_for_backward(tokens, offsets, attended, None if options.recompute else projected, *given)
-        ctx.options = options
-        return torch.addmm(tokens, joined, weights.output)
+        ctx.options, ctx.rounded = options, rounded if options.recompute else None
+        if tallies is None:
+            joined = _joined(u.flatten(1), attended, weights, end, options)
+            return torch.addmm(tokens, joined, weights.output)
+        joined8 = unfilled(tokens, 3 * attended.shape[1], tallies.joined)
+        _join(u.flatten(1), attended, weights, end, options, joined8)
+        output = weight_in_e4m3(LayerWeights(*given).output, tallies.output_weight)
+        return product(joined8, output, tokens.dtype).add_(tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,8 +97,7 @@ class _Layer(torch.autograd.Function):
         weights, end, options, grad = _as_tokens(tokens, given), offsets[-1:], ctx.options, grads[0].contiguous()
         normed = None
         if projected is None:
-            normed = _normed(tokens, weights, end)
-            projected = torch.addmm(weights.uvqk_bias, normed, weights.uvqk)
+            projected, normed = _projected(tokens, weights, end, (weights.uvqk, weights.uvqk_bias), ctx.rounded, None)
         u, v, q, k = by_heads(projected, options.heads)
         of_projected = torch.empty_like(projected)
         du, dv, dq, dk = by_heads(of_projected, options.heads)
@@ -110,10 +123,12 @@ class _CandidatesLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, offsets: Tensor, options: LayerOptions, *given: Tensor) -> Tensor:
-        weights, ends = _as_tokens(tokens, given), offsets[1:] - 1
-        normed = _normed(tokens, weights, offsets[-1:])
-        gates_queries = _project(normed[ends], weights, 0)
-        values_keys = _project(normed, weights, 1)
+        weights, ends, tallies = _as_tokens(tokens, given), offsets[1:] - 1, options.tallies
+        rounded = None
+        if tallies is not None:
+            rounded = weight_in_e4m3(_columns(LayerWeights(*given).uvqk, 1), tallies.uvqk_weight)
+        gates_queries = _of_candidates(tokens[ends], weights)
+        values_keys, _ = _projected(tokens, weights, offsets[-1:], _projection(weights, 1), rounded, tallies)
         attended = gates_queries.new_empty(len(ends), weights.output_norm_bias.shape[0])
         q, k, v = _last_heads(gates_queries, values_keys, options)
         jagged = Jagged(offsets, options.length)
@@ -121,7 +136,7 @@ class _CandidatesLayer(torch.autograd.Function):
         joined = _joined(gates_queries.chunk(2, dim=1)[0], attended, weights, _count(ends), options)
         kept = (None, None) if options.recompute else (gates_queries, values_keys)
         ctx.save_for_backward(tokens, offsets, attended, *kept, *given)
-        ctx.options = options
+        ctx.options, ctx.rounded = options, rounded if options.recompute else None
         return torch.addmm(tokens[ends], joined, weights.output)
 
     @staticmethod
@@ -130,8 +145,8 @@ class _CandidatesLayer(torch.autograd.Function):
         weights, options, grad, ends = _as_tokens(tokens, given), ctx.options, grads[0].contiguous(), offsets[1:] - 1
         normed = None
         if values_keys is None:
-            normed = _normed(tokens, weights, offsets[-1:])
-            gates_queries, values_keys = _project(normed[ends], weights, 0), _project(normed, weights, 1)
+            gates_queries, projection = _of_candidates(tokens[ends], weights), _projection(weights, 1)
+            values_keys, normed = _projected(tokens, weights, offsets[-1:], projection, ctx.rounded, None)
         of_gates_queries, of_values_keys = torch.empty_like(gates_queries), torch.empty_like(values_keys)
         of_attended = torch.empty_like(attended)
 
@@ -162,9 +177,9 @@ def _sequences(offsets: Tensor, options: LayerOptions) -> Sequences:
     return Sequences(offsets, torch.ones_like(offsets[1:]), options.length)
 
 
-def _count(ends: Tensor) -> Tensor:
-    """Returns the number of `ends`, int64 [1], on their device."""
-    return torch.full((1,), len(ends), device=ends.device)
+def _count(rows: Tensor) -> Tensor:
+    """Returns the number of rows, int64 [1], on their device."""
+    return torch.full((1,), len(rows), device=rows.device)
 
 
 def _normed(tokens: Tensor, weights: LayerWeights, end: Tensor) -> Tensor:
@@ -173,11 +188,36 @@ def _normed(tokens: Tensor, weights: LayerWeights, end: Tensor) -> Tensor:
     return normed
 
 
+def _projected(
+    tokens: Tensor,
+    weights: LayerWeights,
+    end: Tensor,
+    projection: tuple[Tensor, Tensor],
+    rounded: Fp8 | None,
+    tallies: LayerTallies | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the product of normed tokens with a projection's weight plus its bias, and the normed tokens, or None if
+    they are in e4m3: with `rounded`, that weight in e4m3."""
+    weight, bias = projection
+    if rounded is None:
+        normed = _normed(tokens, weights, end)
+        return torch.addmm(bias, normed, weight), normed
+    normed8 = unfilled(tokens, tokens.shape[1], None if tallies is None else tallies.normed)
+    norm_forward(tokens, weights.norm_weight, weights.norm_bias, end, normed8, EPS)
+    return product(normed8, rounded, tokens.dtype, bias), None
+
+
 def _joined(gate: Tensor, attended: Tensor, weights: LayerWeights, end: Tensor, options: LayerOptions) -> Tensor:
     joined = attended.new_empty(len(attended), 3 * attended.shape[1])
-    norm = weights.output_norm_weight, weights.output_norm_bias
-    gated_norm_forward(gate, attended, *norm, end, options.dropout, joined, EPS)
+    _join(gate, attended, weights, end, options, joined)
     return joined
+
+
+def _join(
+    gate: Tensor, attended: Tensor, weights: LayerWeights, end: Tensor, options: LayerOptions, out: Tensor | Fp8
+) -> None:
+    norm = weights.output_norm_weight, weights.output_norm_bias
+    gated_norm_forward(gate, attended, *norm, end, options.dropout, out, EPS)
 
 
 def _through_join(
@@ -216,9 +256,15 @@ def _through_norm(
     return of_tokens, of_normed if normed is None else normed
 
 
-def _project(normed: Tensor, weights: LayerWeights, part: int) -> Tensor:
-    """Returns gates and queries, part 0, or values and keys, part 1, [rows, 2 * inner]."""
-    return torch.addmm(_columns(weights.uvqk_bias[None], part)[0], normed, _columns(weights.uvqk, part))
+def _of_candidates(tokens: Tensor, weights: LayerWeights) -> Tensor:
+    """Returns gates and queries, [rows, 2 * inner], of the candidates' tokens [rows, width]."""
+    weight, bias = _projection(weights, 0)
+    return torch.addmm(bias, _normed(tokens, weights, _count(tokens)), weight)
+
+
+def _projection(weights: LayerWeights, part: int) -> tuple[Tensor, Tensor]:
+    """Returns weight and bias of gates and queries, part 0, or of values and keys, part 1."""
+    return _columns(weights.uvqk, part), _columns(weights.uvqk_bias[None], part)[0]
 
 
 def _columns(uvqk: Tensor, part: int) -> Tensor:

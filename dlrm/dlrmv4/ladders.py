@@ -50,6 +50,15 @@ _ITEMS = Rung(
     (*_STATIC_RUNGS[-1].flags, "--model.content", "items"),
     "Repeated items: rows and content of each distinct one, not of each event; made data has four events an item.",
 )
+_IN_BF16 = (*_STATIC_RUNGS[-1].flags, "--precision", "bf16")
+_FP8 = (
+    Rung("cuda-graph", _IN_BF16, "The host's launches: an iteration is a CUDA graph, in bf16."),
+    Rung(
+        "fp8",
+        (*_IN_BF16, "--fp8"),
+        "A third of the time of layers' forward products, by e4m3 factors, which norms write in half of the bytes.",
+    ),
+)
 _USERS = Rung(
     "users",
     (*_ITEMS.flags, "--data.deal", "users"),
@@ -75,6 +84,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
     "static-ends": (_STOCK, _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
     "baselines": (*_REFERENCE, _STOCK, _STATIC_RUNGS[0], _STATIC_RUNGS[-1]),
     "reference": (_REFERENCE[-1], _STOCK, _STATIC_RUNGS[-1]),
+    "fp8": _FP8,
     "recompute": (
         Rung(
             "recompute",

@@ -11,8 +11,10 @@ from torch.nn import functional
 from torchrec import JaggedTensor
 
 from dlrm_bench.dlrm.config import Precision
+from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.dlrmv4.batch import DenseBatch
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, CONTEXT_TOKENS, EVENT_TABLES, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.fp8_stu import LayerTallies
 from dlrm_bench.dlrm.dlrmv4.fused_input import fused_input
 from dlrm_bench.dlrm.dlrmv4.item_rows import item_rows, rows_of_events
 from dlrm_bench.dlrm.dlrmv4.layers import MLP_EPS, Mlp, layer_norm, linear, normal_, uniform_
@@ -99,6 +101,12 @@ class DenseNetwork(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
+
+    def round_products(self, tallies: Tallies) -> None:
+        """Gives the layers' forward products factors in e4m3 from now on. tallies: with LayerTallies.names."""
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, StuLayer)
+            layer.round_products(LayerTallies.of(tallies, number))
 
     def forward(self, embedded: dict[str, JaggedTensor], batch: DenseBatch) -> Tensor:
         """Returns the logit of each sample, fp32 [B], of the embeddings of each feature of `tables`."""

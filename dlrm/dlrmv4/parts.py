@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, cast
 
+from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.data.checksums import sample_checksum
 from dlrm_bench.dlrm.data.dataset import FileContent
@@ -56,11 +57,11 @@ def empty_batch(config: TrainingConfig, pin: bool) -> WindowBatch:
     return WindowBatch(Packed.empty(layout, tokens=0, candidates=0, longest=longest, pin=pin), size)
 
 
-def static_sequences(config: TrainingConfig, ranks: Ranks) -> "Dlrmv4Stage":
+def static_sequences(config: TrainingConfig, options: StaticDenseOptions, ranks: Ranks) -> "Dlrmv4Stage":
     """Returns stage 3 of the static pipeline. Collective."""
     from dlrm_bench.dlrm.dlrmv4.static_stage import Dlrmv4Stage  # samples are read without torchrec
 
-    return Dlrmv4Stage(cast(Dlrmv4Training, config), ranks)
+    return Dlrmv4Stage(cast(Dlrmv4Training, config), options, ranks)
 
 
 def torchrec_model(config: TrainingConfig, ranks: Ranks) -> "TorchRecModel":

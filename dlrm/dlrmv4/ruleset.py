@@ -78,6 +78,7 @@ def hyperparameters(
     assert isinstance(model, ModelConfig)
     assert isinstance(optimizer, OptimizerConfig)
     computed = _FORMATS[config.precision]
+    multiplied = "fp8" if getattr(getattr(config, "pipeline", None), "fp8", False) else computed
     return [
         ("seed", config.seed),
         ("global_batch_size", global_batch_size),
@@ -97,7 +98,7 @@ def hyperparameters(
         ("opt_learning_rate_warmup_steps", optimizer.ramp_steps),
         ("opt_learning_rate_warmup_start_lr", 0.0),
         ("eval_every_data_pct", 1 / getattr(config, "evaluations_per_epoch", MLPERF_EVALUATIONS)),
-        ("lowest_numerical_precision_in_linear", computed),
+        ("lowest_numerical_precision_in_linear", multiplied),
         ("lowest_numerical_precision_in_attn", computed),
         ("lowest_numerical_precision_in_comm", _exchanged(config)),
         ("tensor_parallelism", 1),

@@ -10,7 +10,6 @@ def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
     model = config.model
     assert isinstance(model, ModelConfig)
     for flag, chosen in (
-        ("--fp8", options.eight_bits),
         ("--peer-memory", options.peer_memory),
         ("--presort-ids", options.may_go_in_parts),
     ):
@@ -24,6 +23,12 @@ def check_static(config: TrainingConfig, options: StaticDenseOptions) -> None:
         model.network == "own",
         f"--model.network {model.network} is for --pipeline torchrec: its batches have no fixed shapes",
     )
+    if options.eight_bits:
+        require(config.precision == "bf16", f"--fp8 needs --precision bf16, not {config.precision}")
+        require(
+            model.kernels == "fused",
+            f"--fp8 needs --model.kernels fused, whose norms write e4m3, not {model.kernels}",
+        )
     captures = getattr(getattr(config, "pipeline", None), "cuda_graph", "none") != "none"
     require(
         not (captures and model.recompute_layers and model.kernels == "plain"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.data.batch import ALIGNMENT
 from dlrm_bench.dlrm.dense.adam_bucket import AdamBucket
 from dlrm_bench.dlrm.dense.static_dense import DenseContext
@@ -17,6 +18,7 @@ from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, Dlrmv4Training, tables
 from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, LABEL, Packed, by_items
+from dlrm_bench.dlrm.dlrmv4.fp8_stu import LayerTallies
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
 from dlrm_bench.dlrm.dlrmv4.static_batch import NO_ROW, IdShape, dense_batch, on_device, padded, rows_of, write_ids
@@ -24,6 +26,7 @@ from dlrm_bench.dlrm.dlrmv4.torchrec import empty_histories, item_maps
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import Stream
 from dlrm_bench.kernels.dense.flat_adam import AdamOptions
+from dlrm_bench.kernels.dense.fp8 import require_products
 
 GUARD = Stream(name="guard", carries="the guard's look at the loss, before any update")
 LOSSES_KEPT = 1_000_000
@@ -33,8 +36,10 @@ LOSSES_KEPT = 1_000_000
 class Dlrmv4Stage:
     """See dlrm_bench.dlrm.dense.static_sequences.StaticSequences."""
 
-    def __init__(self, config: Dlrmv4Training, ranks: Ranks) -> None:
-        """Collective. Draws the initial weights of config.seed."""
+    def __init__(self, config: Dlrmv4Training, options: StaticDenseOptions, ranks: Ranks) -> None:
+        """Collective. Draws the initial weights of the seed. ValueError for --fp8 on GPUs without 8-bit products."""
+        if options.eight_bits:
+            require_products(ranks.device)
         self._model, self._ranks, self._config = config.model, ranks, config
         self._samples = config.local_batch_size
         self._pin = ranks.device.type == "cuda"
@@ -42,10 +47,12 @@ class Dlrmv4Stage:
         network.init_weights(config.seed)
         self.network = network.to(ranks.device)
         optimizer = config.optimizer
-        options = AdamOptions(optimizer.adam_betas, optimizer.adam_eps, optimizer.clip_norm)
-        self.bucket = AdamBucket(self.network, options, ranks)
+        adam = AdamOptions(optimizer.adam_betas, optimizer.adam_eps, optimizer.clip_norm)
+        self.bucket = AdamBucket(self.network, adam, ranks)
         self._artist, self._album = item_maps(config.data, config.model, ranks.device)
-        self.tallies = Tallies((), ranks.device)
+        self.tallies = Tallies(LayerTallies.names(config.model.layers) if options.eight_bits else (), ranks.device)
+        if options.eight_bits:
+            self.network.round_products(self.tallies)
         self._losses = torch.zeros(LOSSES_KEPT, device=ranks.device)
         self._launched = torch.zeros(1, dtype=torch.int64, device=ranks.device)
         self._predictions: Tensor | None = None

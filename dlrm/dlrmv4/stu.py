@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlrm_bench.dlrm.dlrmv4.attention import attention, last_attention
 from dlrm_bench.dlrm.dlrmv4.config import ModelConfig
+from dlrm_bench.dlrm.dlrmv4.fp8_stu import LayerTallies
 from dlrm_bench.dlrm.dlrmv4.fused_stu import EPS, LayerOptions, LayerWeights, fused_layer
 from dlrm_bench.kernels.dense._dropout import Dropout
 
@@ -24,6 +25,7 @@ class StuLayer(nn.Module):
         super().__init__()
         self._heads, self._inner, self._dropout = config.heads, config.inner, config.layer_dropout
         self._recompute, self._fused = config.recompute_layers, config.kernels == "fused"
+        self._tallies: LayerTallies | None = None
         self.norm_weight = nn.Parameter(torch.empty(config.width))
         self.norm_bias = nn.Parameter(torch.empty(config.width))
         self.uvqk_weight = nn.Parameter(torch.empty(config.width, 4 * config.inner))
@@ -40,6 +42,11 @@ class StuLayer(nn.Module):
             nn.init.ones_(weight)
         for bias in (self.norm_bias, self.uvqk_bias, self.output_norm_bias):
             nn.init.zeros_(bias)
+
+    def round_products(self, tallies: LayerTallies) -> None:
+        """Gives the forward products factors in e4m3 from now on (fp8_stu.py). For fused kernels."""
+        assert self._fused, "fused kernels"
+        self._tallies = tallies
 
     def forward(
         self,
@@ -62,7 +69,7 @@ class StuLayer(nn.Module):
             of_columns = torch.cat([factor.new_ones(inner), factor.expand(inner), factor.new_ones(2 * inner)])
             uvqk = self.uvqk_weight * of_columns, self.uvqk_bias * of_columns
         if self._fused:
-            options = LayerOptions(self._heads, length, self._recompute, candidates, dropout)
+            options = LayerOptions(self._heads, length, self._recompute, candidates, dropout, self._tallies)
             return fused_layer(tokens, self._weights(*uvqk), offsets, options)
         layer = self._of_candidates if candidates else self._of_all
         if self._recompute and torch.is_grad_enabled():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -23,6 +23,8 @@ PRODUCTS = {
 }
 # Weight gradients: rows and columns.
 GRADIENTS = {"w": (3456, 512), "v": (512, 3456), "top MLP": (1024, 3456)}
+TOKENS = 2_131_968
+"""Tokens of 1,024 samples of MLPerf's DLRMv4: the rows of its layers' products."""
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Fp8:
@@ -56,6 +58,31 @@ def fp8_cases() -> Iterator[Case]:
             yield in_bf16(shape, 2 * moved, a.t().contiguous().t(), b.t().contiguous().t(), out, None)
             factors = _rounded(a, E5M2), _rounded(b, E4M3)
             yield Case("fp8_product", shape, moved, partial(fp8_product, *factors, out, exact=True))
+    yield from layer_products()
+
+
+def layer_products() -> Iterator[Case]:
+    """Yields the forward products of a layer of DLRMv4 and of its last layer for candidates: projections with a bias;
+    the output's, to which bf16 adds the tokens in the product and e4m3 in a pass of its own."""
+    for name, depth, columns in (("uvqk", 512, 2048), ("keys and values", 512, 1024), ("output", 1536, 512)):
+        a, b = (torch.randn(rows, depth, device="cuda").bfloat16() for rows in (TOKENS, columns))
+        tokens = torch.randn(TOKENS, columns, device="cuda").bfloat16() if name == "output" else None
+        bias = torch.randn(columns, device="cuda").bfloat16() if tokens is None else None
+        out, shape = torch.empty(TOKENS, columns, device="cuda").bfloat16(), f"{name}: [{TOKENS}, {depth}] by {columns}"
+        added = bias if tokens is None else tokens
+        yield Case("GEMM, bf16", shape, 2 * a.numel() + 2 * out.numel(), partial(torch.addmm, added, a, b.t(), out=out))
+        factors, moved = (_rounded(a, E4M3), _rounded(b, E4M3)), a.numel() + 2 * out.numel()
+        product = partial(fp8_product, *factors, out, bias=bias)
+        yield Case("fp8_product", shape, moved, product)
+        if tokens is not None:
+            yield Case(
+                "fp8_product", f"{shape}, tokens added", moved + 4 * out.numel(), partial(_add, product, out, tokens)
+            )
+
+
+def _add(product: Callable[[], None], out: Tensor, tokens: Tensor) -> None:
+    product()
+    out += tokens
 
 
 def fp8_copies_cases() -> Iterator[Case]:

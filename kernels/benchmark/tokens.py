@@ -14,6 +14,7 @@ from dlrm_bench.kernels.dense import cross
 from dlrm_bench.kernels.dense._dropout import Dropout
 from dlrm_bench.kernels.dense.column_sums import column_sums
 from dlrm_bench.kernels.dense.flat_adam import AdamOptions, AdamState, flat_adam
+from dlrm_bench.kernels.dense.fp8 import E4M3, Fp8
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
 from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
 from dlrm_bench.kernels.dense.sorted_sums import SortedKeys, sort_keys, sorted_sums
@@ -32,6 +33,11 @@ def _tokens(count: int, columns: int = WIDTH) -> Tensor:
     return torch.randn(count, columns, device="cuda").bfloat16()
 
 
+def _in_eight_bits(count: int, columns: int, tallied: bool = True) -> Fp8:
+    tally = torch.zeros(2, dtype=torch.int64, device="cuda") if tallied else None
+    return Fp8(torch.empty(count, columns, dtype=E4M3, device="cuda"), 8.0, tally)
+
+
 def _dropout(rate: float) -> Dropout:
     return Dropout(rate, torch.tensor([1], device="cuda"), 1)
 
@@ -43,12 +49,16 @@ def _counts() -> Iterator[tuple[int, Tensor, str]]:
 
 
 def norm_cases() -> Iterator[Case]:
-    """Yields the backward as a layer runs it: with a residual's gradient, and the norm recomputed."""
+    """Yields the forward also to e4m3, without and with a tally; the backward as a layer runs it, with a residual's
+    gradient, and the norm recomputed."""
     for count, end, shape in _counts():
         x, grad, residual = (_tokens(count) for _ in range(3))
         weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
         dweight, dbias = torch.empty(2, WIDTH, device="cuda")
         yield Case("norm_forward", shape, 2 * x.nbytes, partial(norm_forward, x, weight, bias, end, grad, _EPS))
+        for tallied in (False, True):
+            name, out8 = f"{shape}, e4m3{' tallied' * tallied}", _in_eight_bits(count, WIDTH, tallied)
+            yield Case("norm_forward", name, 1.5 * x.nbytes, partial(norm_forward, x, weight, bias, end, out8, _EPS))
         out = torch.empty_like(x)
         backward = partial(norm_backward, grad, x, weight, bias, end, residual, out, grad, dweight, dbias, _EPS)
         yield Case("norm_backward", shape, 5 * x.nbytes, backward)
@@ -80,6 +90,8 @@ def gated_norm_cases() -> Iterator[Case]:
             name = shape + (", dropout" if dropout else "")
             forward = partial(gated_norm_forward, *given, dropout, joined, _EPS)
             yield Case("gated_norm_forward", name, 5 * attended.nbytes, forward)
+            forward = partial(gated_norm_forward, *given, dropout, _in_eight_bits(count, 3 * WIDTH), _EPS)
+            yield Case("gated_norm_forward", f"{name}, e4m3 tallied", 3.5 * attended.nbytes, forward)
             backward = partial(gated_norm_backward, joined, *given, dropout, *of_given, _EPS)
             yield Case("gated_norm_backward", name, 10 * attended.nbytes, backward)
 

@@ -59,10 +59,11 @@ class Fp8(NamedTuple):
     def take(self, x: Tensor) -> None:
         """Rounds x, of any format, to `values`, in PyTorch; NaN stays NaN."""
         largest, x = torch.finfo(self.values.dtype).max, x.float()
-        self.values.copy_((x * self.scale).clamp(-largest, largest))
+        scaled = x * self.scale
+        self.values.copy_(scaled.clamp(-largest, largest))
         if self.tally is not None:
             finite = x.isfinite()
-            self.tally.add_(torch.stack([(finite & ((x * self.scale).abs() > largest)).sum(), (~finite).sum()]))
+            self.tally.add_(torch.stack([(finite & (scaled.abs() > largest)).sum(), (~finite).sum()]))
 
     def tallied(self) -> tuple[int | None, int]:
         """Returns, for kernels, the tally's address and the bits of the largest bf16 number that is not too large;
@@ -98,6 +99,13 @@ class Fp8Pair(NamedTuple):
         return self.plain.values.data_ptr(), self.transposed.values.data_ptr()
 
 
+def rounded(x: Tensor, scale: float, tally: Tensor | None = None) -> Fp8:
+    """Returns x, of any format and strides, in e4m3; by PyTorch. tally: see Fp8."""
+    out = Fp8(torch.empty(x.shape, dtype=E4M3, device=x.device), scale, tally)
+    out.take(x)
+    return out
+
+
 def empty(rows: int, columns: int, dtype: torch.dtype, scale: float, device: torch.device) -> Fp8:
     """Returns a zeroed matrix."""
     return Fp8(torch.zeros(rows, columns, dtype=dtype, device=device), scale)
@@ -116,6 +124,13 @@ def applies(device: torch.device) -> bool:
     return device.type == "cuda" and available()
 
 
+def require_products(device: torch.device) -> None:
+    """Raises ValueError if the device is a GPU without 8-bit products."""
+    if device.type == "cuda" and not applies(device):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"--fp8 needs a Hopper GPU (sm_90) and cuda-bindings, but this is {name}: leave --fp8 out")
+
+
 def check_pair(pair: Fp8Pair, batch: int, columns: int) -> None:
     """Asserts the requirements of kernels that write pairs."""
     plain, transposed = pair.plain.values, pair.transposed.values
@@ -126,32 +141,40 @@ def check_pair(pair: Fp8Pair, batch: int, columns: int) -> None:
     assert plain.dtype == transposed.dtype and pair.plain.scale == pair.transposed.scale, "one format, one scale"
 
 
-def fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None, exact: bool = False) -> None:
-    """Computes out = a @ b.T, or relu(a @ b.T + relu_bias).
+def fp8_product(
+    a: Fp8,
+    b: Fp8,
+    out: Tensor | Fp8Pair,
+    relu_bias: Tensor | None = None,
+    exact: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """Computes out = a @ b.T, relu(a @ b.T + relu_bias), or a @ b.T + bias.
 
     a: e4m3 or e5m2 [rows, depth]; b: e4m3 [columns, depth]; out: bf16 (on CPUs also fp32) [rows, columns], or an 8-bit
-    matrix of this shape, from values rounded to bf16 first; relu_bias: [columns]. All contiguous, depth and columns
-    multiples of 16. On GPUs, partial sums over a depth of 512 have some 14 bits and are added in fp32. cuBLAS, which
-    computes products to bf16 without a bias, accumulates any depth that way; with `exact`, which only these products
-    take, at most 128.
+    matrix of this shape, from values rounded to bf16 first; relu_bias, bias: like a row of a bf16 (or fp32) out. All
+    contiguous, depth and columns multiples of 16. On GPUs, partial sums over a depth of 512 have some 14 bits and are
+    added in fp32. cuBLAS, which computes products to bf16 without a ReLU, accumulates any depth that way; with `exact`,
+    which only these products take, at most 128.
     """
     rows, columns = len(a.values), len(b.values)
     assert b.values.dtype == E4M3 and a.values.shape[1] % 16 == 0 and columns % 16 == 0, "b: e4m3, aligned"
     assert a.values.shape[1] == b.values.shape[1], "one depth"
     assert a.values.is_contiguous() and b.values.is_contiguous(), "contiguous factors"
+    assert bias is None or (relu_bias is None and isinstance(out, Tensor)), "bias: for bf16 outputs without a ReLU"
     if isinstance(out, Fp8Pair):
         check_pair(out, rows, columns)
     else:
         assert out.shape == (rows, columns) and out.is_contiguous(), "out: [rows, columns], contiguous"
     if not applies(a.values.device):
-        plain_fp8_product(a, b, out, relu_bias)
+        plain_fp8_product(a, b, out, relu_bias, bias)
     elif isinstance(out, Tensor) and relu_bias is None:
         # [3456, 1024] by 3456 on an H200: 21.9 us, the kernel 30.7; [3456, 3456] by 512: 12.9 and 12.6.
         scale_a, scale_b = (_inverse(factor.scale, out.device) for factor in (a, b))
-        fast = not exact
-        torch._scaled_mm(a.values, b.values.t(), scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+        factors, fast = (a.values, b.values.t(), scale_a, scale_b), not exact
+        torch._scaled_mm(*factors, bias, out_dtype=out.dtype, use_fast_accum=fast, out=out)
     else:
-        assert not exact, "exact: for bf16 outputs without a bias only"
+        assert not exact, "exact: for bf16 outputs without a ReLU only"
         cuda_fp8_product(a, b, out, relu_bias)
 
 
@@ -160,11 +183,15 @@ def _inverse(scale: float, device: torch.device) -> Tensor:
     return torch.tensor(1 / scale, device=device)
 
 
-def plain_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None) -> None:
+def plain_fp8_product(
+    a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None, bias: Tensor | None = None
+) -> None:
     """Computes `fp8_product` in PyTorch."""
     product = a.float() @ b.float().t()
     if relu_bias is not None:
         product = (product + relu_bias.float()).relu()
+    if bias is not None:
+        product += bias.float()
     if isinstance(out, Fp8Pair):
         out.take(product.to(torch.bfloat16))
     else:

@@ -15,6 +15,17 @@ from torch.nn import functional
 from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import jit, next_power_of_2, tl
 from dlrm_bench.kernels.dense._dropout import Dropout, dropout_words, dropped, plain_words, scale_of, threshold_of
+from dlrm_bench.kernels.dense._eight_bits import (
+    add_to_tally,
+    not_finite,
+    output_of,
+    rounded,
+    take,
+    too_large,
+    total,
+    values_of,
+)
+from dlrm_bench.kernels.dense.fp8 import Fp8
 from dlrm_bench.kernels.dense.norm import (
     add_up,
     normalize,
@@ -29,10 +40,10 @@ _ROWS = 2  # tokens of a program's tile: they share a dropout mask's counters
 _NUM_WARPS = 2
 
 
-def _check(u: Tensor, a: Tensor, joined: Tensor) -> None:
-    rows, width = u.shape
+def _check(u: Tensor, a: Tensor, out: Tensor | Fp8) -> None:
+    (rows, width), joined = u.shape, values_of(out)
     assert a.shape == u.shape and joined.shape == (rows, 3 * width), "u, a: [N, W], joined: [N, 3 * W]"
-    assert u.dtype == a.dtype == joined.dtype, "one dtype"
+    assert u.dtype == a.dtype and (isinstance(out, Fp8) or joined.dtype == u.dtype), "one dtype"
     assert u.stride(1) == a.stride(1) == 1 and joined.is_contiguous(), "u, a: contiguous columns; joined: contiguous"
     assert width == next_power_of_2(width), f"width: a power of two, not {width}"
 
@@ -61,8 +72,8 @@ class GatedNormForward(NamedTuple):
     end: Tensor
     """int32 or int64 [1], on the device."""
     dropout: Dropout | None
-    out: Tensor
-    """[N, 3 * W], contiguous."""
+    out: Tensor | Fp8
+    """[N, 3 * W], contiguous, of u's dtype or in e4m3."""
     eps: float
 
     def launch(self) -> None:
@@ -76,14 +87,14 @@ class GatedNormForward(NamedTuple):
         x_hat, _ = normalized(torch.where(inside, self.a, 0), self.eps)
         s = functional.silu(self.u.to(x_hat.dtype))
         joined = torch.cat([s, self.a.to(s.dtype), s * (x_hat * self.weight + self.bias)], dim=1)
-        self.out.copy_(torch.where(inside, joined * gated_norm_factors(self.dropout, self.u), 0))
+        take(self.out, torch.where(inside, joined * gated_norm_factors(self.dropout, self.u), 0))
 
     def triton(self) -> None:
         """Computes `out` in one kernel."""
         u, a, weight, bias, end, dropout, out, eps = self
         rows, width = u.shape
         _gated_norm_forward_kernel[(programs(rows, _ROWS),)](
-            u, a, weight, bias, end, out, u.stride(0), a.stride(0), rows, eps,
+            u, a, weight, bias, end, *output_of(out), u.stride(0), a.stride(0), rows, eps,
             *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
         )  # fmt: skip
 
@@ -174,26 +185,26 @@ def _drop_all(s, a, gated, seed, row, stream, threshold: tl.constexpr, scale: tl
 
 
 @jit
-def _store_joined(out, row, s, a, gated, stored, width: tl.constexpr):
+def _store_joined(out, row, s, a, gated, stored, width: tl.constexpr, eight_bits: tl.constexpr):
     at = row.to(tl.int64)[:, None] * (3 * width) + tl.arange(0, width)[None, :]
-    tl.store(out + at, s.to(out.dtype.element_ty), stored)
-    tl.store(out + at + width, a.to(out.dtype.element_ty), stored)
-    tl.store(out + at + 2 * width, gated.to(out.dtype.element_ty), stored)
+    tl.store(out + at, rounded(s, eight_bits, out.dtype.element_ty), stored)
+    tl.store(out + at + width, rounded(a, eight_bits, out.dtype.element_ty), stored)
+    tl.store(out + at + 2 * width, rounded(gated, eight_bits, out.dtype.element_ty), stored)
 
 
 @jit
 def _gated_norm_forward_kernel(
-    u, a, weight, bias, end, out, u_row, a_row, rows, eps, seeds, stream, threshold: tl.constexpr,
-    kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    u, a, weight, bias, end, out, tally, eight_bits: tl.constexpr, counts: tl.constexpr, u_row, a_row, rows, eps,
+    seeds, stream, threshold: tl.constexpr, kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
     scale = tl.load(weight + column).to(tl.float32)[None, :]
     shift = tl.load(bias + column).to(tl.float32)[None, :]
-    total, seed = tl.minimum(tl.load(end), rows), tl.load(seeds)
+    tokens, seed = tl.minimum(tl.load(end), rows), tl.load(seeds)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
-        inside = (row < total)[:, None]
+        inside = (row < tokens)[:, None]
         at = row.to(tl.int64)[:, None]
         gate = tl.load(u + at * u_row + column[None, :], inside, other=0.0).to(tl.float32)
         attended = tl.load(a + at * a_row + column[None, :], inside, other=0.0).to(tl.float32)
@@ -201,7 +212,12 @@ def _gated_norm_forward_kernel(
         x_hat, _ = normalize(attended, eps, width)
         gated = s * (x_hat * scale + shift)
         s, attended, gated = _drop_all(s, attended, gated, seed, row, stream, threshold, kept)
-        _store_joined(out, row, s, attended, gated, (row < rows)[:, None], width)
+        if counts:
+            outside = too_large(s, eight_bits) + too_large(attended, eight_bits) + too_large(gated, eight_bits)
+            beyond = total(outside)
+            if beyond > 0:
+                add_to_tally(tally, beyond, total(not_finite(s) + not_finite(attended) + not_finite(gated)))
+        _store_joined(out, row, s, attended, gated, (row < rows)[:, None], width, eight_bits)
         first += tl.num_programs(0) * tile
 
 
@@ -241,7 +257,7 @@ def _gated_norm_backward_kernel(
         tl.store(da + at * da_row + column[None, :], tl.where(inside, of_a, 0.0).to(da.dtype.element_ty), stored)
         gated = tl.where(inside, s * normed, 0.0)
         s, attended, gated = _drop_all(s, attended, gated, seed, row, stream, threshold, kept)
-        _store_joined(grad, row, s, attended, gated, stored, width)
+        _store_joined(grad, row, s, attended, gated, stored, width, 0)
         first += tl.num_programs(0) * tile
     tl.store(dweights + tl.program_id(0) * width + column, dweight)
     tl.store(dbiases + tl.program_id(0) * width + column, dbias)

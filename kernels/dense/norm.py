@@ -12,6 +12,17 @@ from torch import Tensor
 
 from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
+from dlrm_bench.kernels.dense._eight_bits import (
+    add_to_tally,
+    not_finite,
+    output_of,
+    rounded,
+    take,
+    too_large,
+    total,
+    values_of,
+)
+from dlrm_bench.kernels.dense.fp8 import Fp8
 
 PROGRAMS = 3168
 """Maximum number of programs of a kernel over all tokens: 24 per multiprocessor of an H200."""
@@ -70,25 +81,28 @@ class NormForward(NamedTuple):
     bias: Tensor
     end: Tensor | None
     """int32 or int64 [1], on the device; None for all rows."""
-    out: Tensor
+    out: Tensor | Fp8
+    """Like x, or in e4m3."""
     eps: float
 
     def launch(self) -> None:
         """Checks the arguments and computes `out`."""
-        check_rows(self.x, self.out)
+        out = values_of(self.out)
+        check_rows(self.x, *(() if isinstance(self.out, Fp8) else (out,)))
+        assert out.shape == self.x.shape and out.is_contiguous(), "out: [N, W], contiguous"
         (self.triton if self.x.is_cuda else self.plain)()
 
     def plain(self) -> None:
         """Computes `out` in PyTorch."""
         x_hat, _ = normalized(self.x, self.eps)
-        self.out.copy_(torch.where(within(self.x, self.end), x_hat * self.weight + self.bias, 0))
+        take(self.out, torch.where(within(self.x, self.end), x_hat * self.weight + self.bias, 0))
 
     def triton(self) -> None:
         """Computes `out` in one kernel."""
         x, weight, bias, end, out, eps = self
         rows, width = x.shape
         _norm_forward_kernel[(programs(rows, _ROWS),)](
-            x, weight, bias, *_end(end, x), out, rows, eps, width, _ROWS, num_warps=1
+            x, weight, bias, *_end(end, x), *output_of(out), rows, eps, width, _ROWS, num_warps=1
         )
 
 
@@ -179,20 +193,25 @@ def through_normalize(grad, x_hat, factor, width: tl.constexpr):
 
 @jit
 def _norm_forward_kernel(
-    x, weight, bias, end, whole: tl.constexpr, out, rows, eps, width: tl.constexpr, tile: tl.constexpr
-):
+    x, weight, bias, end, whole: tl.constexpr, out, tally, eight_bits: tl.constexpr, counts: tl.constexpr, rows, eps,
+    width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, width)
     scale = tl.load(weight + column).to(tl.float32)[None, :]
     shift = tl.load(bias + column).to(tl.float32)[None, :]
-    total = _total(end, rows, whole)
+    tokens = _total(end, rows, whole)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
-        inside = (row < total)[:, None]
+        inside = (row < tokens)[:, None]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
         x_hat, _ = normalize(tl.load(x + at, inside, other=0.0).to(tl.float32), eps, width)
         normed = tl.where(inside, x_hat * scale + shift, 0.0)
-        tl.store(out + at, normed.to(out.dtype.element_ty), (row < rows)[:, None])
+        if counts:
+            beyond = total(too_large(normed, eight_bits))
+            if beyond > 0:
+                add_to_tally(tally, beyond, total(not_finite(normed)))
+        tl.store(out + at, rounded(normed, eight_bits, out.dtype.element_ty), (row < rows)[:, None])
         first += tl.num_programs(0) * tile
 
 

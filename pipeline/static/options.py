@@ -32,9 +32,10 @@ class StaticOptions:
     other GPUs, in place of collectives and the copies around them; needs presort_ids. Over nodes: for exchanges within
     a node, before and after collectives between GPUs of equal local rank."""
     fp8: bool = False
-    """Use 8-bit products in the cross network and the top MLP's first layer, forward and backward. Needs
-    `--precision bf16` and, on a GPU, Hopper's instructions. Faster from about 2,000 samples per GPU on, slower with few
-    samples."""
+    """Use 8-bit products. Models with pooled tables: in the cross network and the top MLP's first layer, forward and
+    backward; faster from about 2,000 samples per GPU on, slower with few samples. Models of sequences: in the forward
+    pass of their layers over all tokens, with `--model.kernels fused`. Needs `--precision bf16` and, on a GPU, Hopper's
+    instructions."""
     table_memory: str | None = None
     """Device memory for the sharded tables and their optimizer state: a share of each rank's rows, such as 0.5, or
     gigabytes per rank, such as 60GB. Host memory holds the other rows; rows that the next batch names are copied to the

@@ -246,7 +246,7 @@ class StaticPipeline:
             ],
             **self._describe_overflows(),
             **self._describe_placed_rows(),
-            **self._describe_eight_bits(),
+            **self.dense.tallies.describe(),
             **embedding_load(self._config, self.ebc, [slot.ids for slot in self._slots], self._ranks, self._gpu),
             "cuda_graphs": {name: graph.describe() for name, graph in graphs.items() if graph is not None},
             "memory_gb": memory,
@@ -273,17 +273,6 @@ class StaticPipeline:
         of_ranks = [own] * self._ranks.world_size
         dist.all_gather_object(of_ranks, own)
         return {name: of_ranks}
-
-    def _describe_eight_bits(self) -> dict[str, Any]:
-        """Returns counts of numbers that were too large for 8 bits and saturated, including those in evaluations, by
-        tensor, over all ranks. Collective."""
-        rounded = self.dense.tallies.names[1:]
-        if not rounded:
-            return {}
-        counts = self.dense.tallies.counts.clone()
-        dist.all_reduce(counts)
-        large = zip(rounded, counts[1:, 0].tolist(), strict=True)
-        return {"too_large_for_eight_bits": {name: count for name, count in large if count}}
 
     def close(self) -> None:
         """Destroys the graphs."""

@@ -47,7 +47,7 @@ class StaticSequencesPipeline:
         self._rate = torch.tensor([config.optimizer.learning_rate], device=ranks.device)
         """The learning rate of all weights on the device, fp32 [1]."""
         self._learning_rate = config.optimizer.learning_rate
-        self.dense = parts.static_sequences(config, ranks)
+        self.dense = parts.static_sequences(config, options.dense, ranks)
         room = IdRoom(0, 0, 0).grown(Needs(*(config.local_batch_size,) * 4))
         self.tables = self._new_tables(room)
         self._streams = IterationStreams(ranks.device, options.overlap)
@@ -202,6 +202,7 @@ class StaticSequencesPipeline:
             dynamic = {"dynamic_rows": of_ranks}
         return dynamic | {
             "row_parts": self._ranks.world_size,
+            **self.dense.tallies.describe(),
             "rooms": rooms[0],
             "paused_after": self._train.interruptions,
             "cuda_graphs": {

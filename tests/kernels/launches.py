@@ -12,6 +12,7 @@ from dlrm_bench.kernels.dense import (
     zero_tail,
 )
 from dlrm_bench.kernels.dense._dropout import Dropout
+from dlrm_bench.kernels.dense.fp8 import E4M3, Fp8
 from dlrm_bench.kernels.input_dist import history_events
 
 OVER_TOKENS = (
@@ -26,6 +27,7 @@ OVER_TOKENS = (
 )
 SAMPLES, WIDTH, LONGEST, EVENTS = 6, 16, 300, 64
 OFFSETS = torch.arange(SAMPLES + 1) * 10
+TALLY = torch.zeros(2, dtype=torch.int64)
 DROPOUT = Dropout(0.2, torch.zeros(1, dtype=torch.int64), 1)
 
 
@@ -39,6 +41,9 @@ def layers(tokens: int) -> None:
     norm.triton_norm_forward(x, weight, weight, end, x, 1e-6)
     norm.triton_norm_backward(x, x, weight, weight, end, x, x, x, weight, weight, 1e-6)
     joined = torch.zeros(tokens, 3 * WIDTH)
+    x8, joined8 = (Fp8(torch.empty_like(of, dtype=E4M3), 8.0, TALLY) for of in (x, joined))
+    norm.triton_norm_forward(x, weight, weight, end, x8, 1e-6)
+    gated_norm.triton_gated_norm_forward(x, x, weight, weight, end, DROPOUT, joined8, 1e-6)
     gated_norm.triton_gated_norm_forward(x, x, weight, weight, end, DROPOUT, joined, 1e-6)
     gated_norm.triton_gated_norm_backward(joined, x, x, weight, weight, end, DROPOUT, x, x, weight, weight, 1e-6)
     q = k = v = out = x.unflatten(1, (1, WIDTH))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from dlrm_bench.launch import auc_over_seeds
@@ -36,6 +38,9 @@ def test_two_rungs_of_a_ladder_are_the_sides() -> None:
         "stock": ("torchrec", "plain"),
         "static": ("static", "fused"),
     }
+    in_bf16, in_fp8 = auc_over_seeds.sides_of_rungs("dlrmv4", ["fp8", "cuda-graph", "fp8"], rest).values()
+    assert in_fp8.precision == "bf16"
+    assert in_bf16 == replace(in_fp8, pipeline=replace(in_fp8.pipeline, fp8=False))
     for wrong in (["static", "stock", "sttaic"], ["none", "stock", "static"], ["static", "stock", "stock"]):
         with pytest.raises(ValueError, match=f"--rungs {' '.join(wrong)}: name a ladder and two of its rungs"):
             auc_over_seeds.sides_of_rungs("dlrmv4", wrong, rest)

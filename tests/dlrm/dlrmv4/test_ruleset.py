@@ -231,6 +231,14 @@ def test_number_formats_are_those_of_the_run(options: TorchRecOptions, comm: str
     assert dict(ruleset.hyperparameters(replace(CLOSED, precision="fp32"), BATCH, 1, 1))[DISCLOSED[0]] == "fp32"
 
 
+def test_products_in_eight_bits_are_disclosed() -> None:
+    model = replace(CLOSED.model, kernels="fused")
+    rounded = replace(CLOSED, model=model, pipeline=StaticOptions(fp8=True))  # type: ignore[type-var]
+    values = dict(ruleset.hyperparameters(rounded, BATCH, 1, 1))
+    assert [values[key] for key in DISCLOSED[:2]] == ["fp8", "bfloat16"]
+    assert division_of(rounded, Samples(), BATCH) == ("closed", [])  # type: ignore[arg-type]
+
+
 def test_a_run_by_the_rules_is_closed() -> None:
     assert division_of(CLOSED, Samples(), BATCH) == ("closed", [])  # type: ignore[arg-type]
     dynamic = replace(CLOSED, pipeline=StaticOptions(dynamic_rows=9))

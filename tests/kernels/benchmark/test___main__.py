@@ -27,6 +27,7 @@ NO_KERNELS = {
     "_call",
     "_cuda",
     "_dropout",
+    "_eight_bits",
     "_placement_state",
     "_silu_attention_hopper",
     "_split_mix",

@@ -19,6 +19,7 @@ from dlrm_bench.kernels.dense.fp8 import (
     empty_pair,
     fp8_product,
     plain_fp8_product,
+    rounded,
 )
 
 BF16 = torch.bfloat16
@@ -87,6 +88,17 @@ def test_equals_products_of_the_rounded_factors() -> None:
     torch.testing.assert_close(out, expected)
     fp8_product(a, b, out8, bias)
     assert equal(out8, pair_of(expected.to(BF16), E4M3, 0.5))
+    fp8_product(a, b, out, bias=bias)
+    torch.testing.assert_close(out, a.values.float() / 2 @ (b.values.float() / 8).t() + bias)
+
+
+def test_rounds_any_strides_to_contiguous_e4m3() -> None:
+    x, tally = torch.randn(16, 48), tally_on(CPU)
+    x[3, 4] = 449.0 / 64
+    of_transposed = rounded(x.t(), 64.0, tally)
+    assert of_transposed.values.is_contiguous()
+    assert torch.equal(of_transposed.values.float(), (x.t() * 64).clamp(-448, 448).to(E4M3).float())
+    assert tally.tolist() == [1, 0]
 
 
 def test_sums_over_the_batch_need_one_order_only() -> None:
@@ -108,6 +120,10 @@ def test_refuses_what_the_kernels_do_not_take() -> None:
         fp8_product(a, b, torch.empty(8, 16))
     with pytest.raises(AssertionError, match="multiples of 16"):
         fp8_product(a, empty(16, 16, E4M3, 1.0, CPU), empty_pair(8, 16, E4M3, 1.0, CPU))
+    for wrong in ({"relu_bias": torch.zeros(16)}, {"out": empty_pair(16, 16, E4M3, 1.0, CPU)}):
+        given = {"out": torch.empty(8, 16), **wrong}
+        with pytest.raises(AssertionError, match="bias: for bf16 outputs without a ReLU"):
+            fp8_product(a, empty(16, 16, E4M3, 1.0, CPU), bias=torch.zeros(16), **given)
     assert not applies(CPU)
 
 
@@ -147,6 +163,19 @@ def test_cuda_product_equals_plain(shape: tuple[int, int, int], relu: bool, dtyp
         got8 = empty_part(rows, columns, dtype, 2.0, got.device)
         fp8_product(a, b, got8, bias)
         assert equal(got8, pair_of(got, dtype, 2.0))
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", [(1, 16, 16), (5000, 2048, 512), (4999, 1024, 512), (4999, 512, 1536)])
+def test_products_with_a_bias_equal_plain_ones(shape: tuple[int, int, int]) -> None:
+    """By cuBLAS, any number of rows; sums over the whole depth have some 14 bits."""
+    rows, columns, depth = shape
+    a, b = in_eight_bits(randn(rows, depth), E4M3, 8.0), in_eight_bits(randn(columns, depth, scale=0.05), E4M3, 64.0)
+    for bias in (randn(columns), None):
+        expected, got = (torch.full((rows, columns), torch.nan, device="cuda", dtype=BF16) for _ in range(2))
+        plain_fp8_product(a, b, expected, bias=bias)
+        fp8_product(a, b, got, bias=bias)
+        close(got, expected, 1e-2)
 
 
 @needs_hopper

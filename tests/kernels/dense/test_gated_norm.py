@@ -16,7 +16,7 @@ from dlrm_bench.kernels.dense.gated_norm import (
     triton_gated_norm_backward,
     triton_gated_norm_forward,
 )
-from tests.kernels.devices import DEVICE, needs_triton
+from tests.kernels.devices import DEVICE, assert_rounds, needs_triton, unfilled_e4m3
 
 WIDTH, EPS = 32, 1e-6
 SEED = torch.tensor([1234567890123456789], device=DEVICE)
@@ -74,6 +74,26 @@ def test_equals_the_definition_and_its_derivative(forward, backward, kind: str, 
     assert of_projected[:, 2 * WIDTH :].isnan().all()
 
 
+@WAYS
+@pytest.mark.parametrize("kind", DROPOUTS)
+@pytest.mark.parametrize("scale", [8.0, 256.0])
+@pytest.mark.parametrize(("rows", "end"), [(0, 0), (1, 1), (5, 4), (9, 9), (7, 0)])
+def test_output_in_eight_bits(forward, backward, kind: str, scale: float, rows, end, monkeypatch) -> None:
+    """Numbers are up to 20: with the larger scale some are too large."""
+    monkeypatch.setattr(norm, "PROGRAMS", 2)
+    _, u, a, weight, bias, at = draw(rows, end)
+    if kind == "still":  # else kernels make 0 of a number that is dropped, and plain ones NaN
+        u[1:2, 3], a[3:4, 2] = torch.inf, torch.nan  # of tokens, or of no matter past the end
+    exact, out = torch.empty(rows, 3 * WIDTH, device=DEVICE), unfilled_e4m3(rows, 3 * WIDTH, scale)
+    plain_gated_norm_forward(u, a, weight, bias, at, DROPOUTS[kind], exact, EPS)
+    forward(u, a, weight, bias, at, DROPOUTS[kind], out, EPS)
+    assert_rounds(out, exact)
+    assert not out.float()[end:].any()
+    large, lost = out.tally.tolist()
+    assert (lost > 0) == (end > 1 and kind == "still")
+    assert end < 4 or (large > 0) == (scale > 8)
+
+
 def test_factors_keep_the_share_and_the_mean() -> None:
     factors = gated_norm_factors(Dropout(0.3, SEED, 2), torch.empty(2000, WIDTH, device=DEVICE))
     assert float((factors == 0).float().mean()) == pytest.approx(0.3, abs=0.005)
@@ -115,6 +135,11 @@ def test_bf16_on_a_gpu() -> None:
         torch.testing.assert_close(of, outs[0], rtol=1e-2, atol=2e-2)
     for ours, plain in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-2, atol=5e-2)
+    u, a, *others = inputs
+    exact, out = torch.empty_like(grad, dtype=torch.float32), unfilled_e4m3(*grad.shape, 256.0)
+    plain_gated_norm_forward(u.float(), a.float(), *others, dropout, exact, EPS)
+    triton_gated_norm_forward(*inputs, dropout, out, EPS)
+    assert_rounds(out, exact)
 
 
 def test_shapes_are_checked() -> None:

@@ -14,7 +14,7 @@ from dlrm_bench.kernels.dense.norm import (
     triton_norm_backward,
     triton_norm_forward,
 )
-from tests.kernels.devices import DEVICE, needs_triton
+from tests.kernels.devices import DEVICE, assert_rounds, needs_triton, unfilled_e4m3
 
 WIDTH, EPS = 32, 1e-6
 SIZES = [(0, 0), (1, 1), (5, 4), (9, 9), (40, 0)]
@@ -88,6 +88,26 @@ def test_without_an_end_all_rows_count(forward, backward) -> None:
         assert torch.equal(one, other)
 
 
+@WAYS
+@pytest.mark.parametrize("scale", [8.0, 256.0])
+@pytest.mark.parametrize(("rows", "end"), SIZES)
+def test_output_in_eight_bits(forward, backward, rows: int, end: int, scale: float, monkeypatch) -> None:
+    """Numbers are up to 10: with the larger scale some are too large."""
+    monkeypatch.setattr(norm, "PROGRAMS", 2)
+    _, x, weight, bias, at, _ = draw(rows, end)
+    x[1:2, 3] = torch.nan  # of a token, or of no matter past the end
+    exact, out = torch.empty_like(x), unfilled_e4m3(rows, WIDTH, scale)
+    plain_norm_forward(x, weight, bias, at, exact, EPS)
+    forward(x, weight, bias, at, out, EPS)
+    assert_rounds(out, exact)
+    assert not out.float()[end:].any()
+    assert out.tally.tolist()[1] == (WIDTH if end > 1 else 0)
+    assert end < 4 or (out.tally.tolist()[0] > 0) == (scale > 8)
+    uncounted = unfilled_e4m3(rows, WIDTH, scale)._replace(tally=None)
+    forward(x, weight, bias, at, uncounted, EPS)
+    assert torch.equal(*(of.values.view(torch.uint8) for of in (out, uncounted)))
+
+
 @needs_triton
 def test_equal_inputs_give_equal_bits() -> None:
     grad, x, weight, bias, at, _ = draw(10, 9)
@@ -113,6 +133,10 @@ def test_bf16_on_a_gpu() -> None:
         results.append([torch.empty_like(x), torch.empty_like(x), *of_weights])
         backward(grad, x, weight, bias, at, residual, *results[-1], EPS)
     torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
+    exact, out = torch.empty_like(x, dtype=torch.float32), unfilled_e4m3(*x.shape, 256.0)
+    plain_norm_forward(x.float(), weight, bias, at, exact, EPS)
+    triton_norm_forward(x, weight, bias, at, out, EPS)
+    assert_rounds(out, exact)
     for ours, plain in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-2, atol=2e-2)
 
@@ -123,3 +147,5 @@ def test_shapes_are_checked() -> None:
         norm_forward(x[:, :31].contiguous(), weight[:31], bias[:31], at, x[:, :31].contiguous(), EPS)
     with pytest.raises(AssertionError, match="one dtype"):
         norm_forward(x, weight, bias, at, x.double(), EPS)
+    with pytest.raises(AssertionError, match=r"out: \[N, W\]"):
+        norm_forward(x, weight, bias, at, unfilled_e4m3(4, WIDTH, 1.0), EPS)
