@@ -93,6 +93,12 @@ UNSEEN = {
     *(reasons.READ_PAST, reasons.RATE_MOVES, reasons.FIRST, reasons.CHANGED, reasons.AUTOCAST, reasons.OVERFLOW),
 }
 """Reasons that only batches, captures and steps show."""
+EXCHANGES = {
+    *(reasons.PEERS_ALONE, reasons.PEERS_NO_GRAPH, reasons.PEERS_APART, reasons.PEERS_UNSEEN, reasons.PEERS_NO_ACCESS),
+    *(reasons.PEERS_NO_TRITON, reasons.PEERS_UNPOOLED, reasons.PEERS_QUANTISED, reasons.PEERS_OTHER_DIST),
+    *(reasons.PEERS_DTYPE, reasons.PEERS_LARGE),
+}
+"""Reasons that leave an exchange to NCCL, within the graph all the same."""
 
 
 def reason_of(why: str) -> reasons.Reason:
@@ -112,7 +118,7 @@ def agree(why: str | None, found: list[str], known: dict[reasons.Reason, str]) -
 
 def test_each_reason_is_known_here() -> None:
     every = {reason for section in reasons.SECTIONS for reason in section.reasons}
-    parts = [*map(set, (TABLES, KERNELS, DENSE, UPDATES, ELSEWHERE)), UNSEEN]
+    parts = [*map(set, (TABLES, KERNELS, DENSE, UPDATES, ELSEWHERE)), UNSEEN, EXCHANGES]
     assert every == set().union(*parts)
     assert len(every) == sum(map(len, parts))
 
