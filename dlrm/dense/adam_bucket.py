@@ -45,7 +45,7 @@ class AdamBucket:
 
     def _gather(self, gradients: list[Tensor]) -> None:
         """Copies the gradients to the flat buffer: those with their part's strides in one launch, others (transposed
-        products) in one each. Together, each would have a launch of its own."""
+        products) in one each. In a single call, every tensor would need a separate launch."""
         pairs = list(zip(self._gradients, gradients, strict=True))
         for alike in (True, False):
             found = [(to, of) for to, of in pairs if (to.stride() == of.stride()) == alike]
