@@ -127,8 +127,9 @@ class _CandidatesLayer(torch.autograd.Function):
         rounded = None
         if tallies is not None:
             rounded = weight_in_e4m3(_columns(LayerWeights(*given).uvqk, 1), tallies.uvqk_weight)
-        gates_queries = _of_candidates(tokens[ends], weights)
-        values_keys, _ = _projected(tokens, weights, offsets[-1:], _projection(weights, 1), rounded, tallies)
+        last = tokens[ends]
+        values_keys, normed = _projected(tokens, weights, offsets[-1:], _projection(weights, 1), rounded, tallies)
+        gates_queries = _of_candidates(last, None if normed is None else normed[ends], weights)
         attended = gates_queries.new_empty(len(ends), weights.output_norm_bias.shape[0])
         q, k, v = _last_heads(gates_queries, values_keys, options)
         jagged = Jagged(offsets, options.length)
@@ -137,7 +138,7 @@ class _CandidatesLayer(torch.autograd.Function):
         kept = (None, None) if options.recompute else (gates_queries, values_keys)
         ctx.save_for_backward(tokens, offsets, attended, *kept, *given)
         ctx.options, ctx.rounded = options, rounded if options.recompute else None
-        return torch.addmm(tokens[ends], joined, weights.output)
+        return torch.addmm(last, joined, weights.output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,8 +146,9 @@ class _CandidatesLayer(torch.autograd.Function):
         weights, options, grad, ends = _as_tokens(tokens, given), ctx.options, grads[0].contiguous(), offsets[1:] - 1
         normed = None
         if values_keys is None:
-            gates_queries, projection = _of_candidates(tokens[ends], weights), _projection(weights, 1)
+            projection = _projection(weights, 1)
             values_keys, normed = _projected(tokens, weights, offsets[-1:], projection, ctx.rounded, None)
+            gates_queries = _of_candidates(tokens[ends], None if normed is None else normed[ends], weights)
         of_gates_queries, of_values_keys = torch.empty_like(gates_queries), torch.empty_like(values_keys)
         of_attended = torch.empty_like(attended)
 
@@ -256,10 +258,11 @@ def _through_norm(
     return of_tokens, of_normed if normed is None else normed
 
 
-def _of_candidates(tokens: Tensor, weights: LayerWeights) -> Tensor:
-    """Returns gates and queries, [rows, 2 * inner], of the candidates' tokens [rows, width]."""
+def _of_candidates(tokens: Tensor, normed: Tensor | None, weights: LayerWeights) -> Tensor:
+    """Returns gates and queries, [rows, 2 * inner], of the candidates' tokens [rows, width]. normed: their norm, if all
+    tokens' was computed in that format."""
     weight, bias = _projection(weights, 0)
-    return torch.addmm(bias, _normed(tokens, weights, _count(tokens)), weight)
+    return torch.addmm(bias, _normed(tokens, weights, _count(tokens)) if normed is None else normed, weight)
 
 
 def _projection(weights: LayerWeights, part: int) -> tuple[Tensor, Tensor]:
