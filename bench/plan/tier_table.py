@@ -1,6 +1,5 @@
 """The part of `--print-plan` about tables in two tiers of memory: each rank's bytes by tier, and the rows that move."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,10 +51,11 @@ def print_tiers(
         )
     console.print(table)
     for share in sorted(set(memory.shares.values())):
-        held = [name for number, name in enumerate(tables.names) if memory.shares.get(number) == share]
-        rows = [tables.rows[tables.names.index(name)] for name in held]
-        on_device = sum(math.floor(share * of_table) for of_table in rows)
-        console.print(f"on the device at any time: {on_device:,} of the {sum(rows):,} rows of {' '.join(held)}")
+        held = [number for number in range(tables.count) if memory.shares.get(number) == share]
+        rows = sum(tables.rows[number] for number in held)
+        on_device = sum(memory.own_rows(number, tables.rows[number]) or 0 for number in held)
+        names = " ".join(tables.names[number] for number in held)
+        console.print(f"on the device at any time: {on_device:,} of the {rows:,} rows of {names}")
     console.print(
         f"a sample misses {misses_per_sample(loads, tables, samples):.3g} rows, counted once per batch, of its "
         f"{tables.ids_per_sample} ids; the busiest rank moves rows for {max(load.us(costs) for load in loads):.0f} "

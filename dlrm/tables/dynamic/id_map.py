@@ -115,13 +115,17 @@ class IdMap:
         taken = nth < count
         place = torch.where(taken, window[order], self.places)
         slot = torch.where(taken, self._slot_of[place].long(), self._slots)
-        lost = Keys(self._all.ids, self._all.tables).some(slot).numbers % self._slots
+        lost = self._keys_in(slot).numbers % self._slots
         self._lost.index_fill_(0, torch.where(taken, lost, self._slots), True)
         self._all.places.index_fill_(0, slot, EMPTY)
         self._slot_of.index_fill_(0, place, -1)
         self._free.index_copy_(0, torch.where(taken, self._free_count + nth, self.places), place.int())
         self._free_count += count
         self.evicted += count
+
+    def _keys_in(self, slots: Tensor) -> Keys:
+        """Returns the keys in these slots, int64 [N]."""
+        return Keys(self._all.ids, self._all.tables).some(slots)
 
     def memory(self) -> list[Tensor]:
         """Returns everything that placing keys changes."""
@@ -136,8 +140,7 @@ class IdMap:
         """Returns the content of the map. Places are assigned in order, and an evicted place is reused at once, so the
         empty places are the last ones."""
         count = self.places - int(self._free_count)
-        held = Keys(self._all.ids, self._all.tables).some(self._slot_of[:count].long())
-        return Entries(held, self._last[:count].clone())
+        return Entries(self._keys_in(self._slot_of[:count].long()), self._last[:count].clone())
 
     def load(self, entries: Entries) -> None:
         """Replaces the content by `entries`, of which there are at most as many as places."""

@@ -125,12 +125,11 @@ class Exchanges:
             bins = np.minimum(np.log(highest / np.maximum(of.rates, least)) / width, _BINS - 1).astype(np.int64)
             np.add.at(self._rows[table], bins, of.rows)
             np.add.at(self._named[table], bins, -of.rows * np.expm1(-global_batch_size * of.rates))
-        shares = memory.shares.items()
-        self._own = {
-            table: self._missed([table], math.floor(share * tables.rows[table])).sum() for table, share in shares
-        }
-        """Missed rows of each table with a share of its own."""
-        self._of_table = self._table_us(world_size)
+        own = {table: memory.own_rows(table, rows) for table, rows in enumerate(tables.rows)}
+        on_device = {table: rows for table, rows in own.items() if rows is not None}
+        self._own = {table: self._missed([table], rows).sum() for table, rows in on_device.items()}
+        """Missed rows of each table that has its own share."""
+        self._of_table = self._table_us(world_size, sum(on_device.values()))
 
     def us(self, shards: Sequence[Shard]) -> float:
         """Returns the microseconds of a rank with these shards (whole tables or column shards of one width); far more
@@ -149,11 +148,11 @@ class Exchanges:
         of their own."""
         return self._of_table[table]
 
-    def _table_us(self, world_size: int) -> list[float]:
-        tables, shares, row_bytes = self._tables, self._memory.shares, self._row_bytes(self._tables.columns)
-        others = [table for table in range(tables.count) if table not in shares]
-        device_rows = world_size * self._memory.most_rows(sum(tables.rows) // world_size, row_bytes)
-        device_rows -= sum(math.floor(share * tables.rows[table]) for table, share in shares.items())
+    def _table_us(self, world_size: int, taken: int) -> list[float]:
+        """Returns `table_us` of all tables. taken: rows on the device by shares of single tables."""
+        tables, row_bytes = self._tables, self._row_bytes(self._tables.columns)
+        others = [table for table in range(tables.count) if table not in self._own]
+        device_rows = world_size * self._memory.most_rows(sum(tables.rows) // world_size, row_bytes) - taken
         missed, named = self._missed(others, max(0, device_rows)), self._named[others].sum(0)
         part = np.divide(missed, named, out=np.zeros(_BINS), where=missed > 0)
         of_tables = [self._own.get(table, (self._named[table] * part).sum()) for table in range(tables.count)]

@@ -81,12 +81,16 @@ class TableMemory:
         assert self.device_bytes is not None
         return min(rows, self.device_bytes // row_bytes)
 
+    def own_rows(self, table: int, rows: int) -> int | None:
+        """Returns how many of `rows` rows of a table, or of its shard, its share keeps on the device; None without a
+        share."""
+        return math.floor(self.shares[table] * rows) if table in self.shares else None
+
     def device_rows(self, shards: Sequence[Shard], tables: Tables, row_bytes: int) -> DeviceRows:
         """Returns the rows on the device of a rank with these shards, in rows of `row_bytes` bytes."""
         rows = [shard.rows(tables) for shard in shards]
-        shares = [self.shares.get(shard.table) for shard in shards]
-        own = tuple(None if share is None else math.floor(share * n) for share, n in zip(shares, rows, strict=True))
-        others = sum(n for n, share in zip(rows, shares, strict=True) if share is None)
+        own = tuple(self.own_rows(shard.table, n) for shard, n in zip(shards, rows, strict=True))
+        others = sum(n for n, of_share in zip(rows, own, strict=True) if of_share is None)
         left = self.most_rows(sum(rows), row_bytes) - sum(n for n in own if n is not None)
         lacking = max(0, min(_LEAST_ROWS, others) - left)
         return DeviceRows(of_shards=own, shared=max(0, min(left, others)), lacking=lacking)
