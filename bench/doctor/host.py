@@ -87,7 +87,7 @@ class HostCosts:
             if any(sample.iteration in iterations and at(stack) for iterations, at in recurring):
                 continue  # the finding for periodic work contains it
             for place, share in owners[sample.stack]:
-                owned[place].append(sample._replace(ms=sample.ms * share, running_ms=sample.running_ms * share))
+                owned[place].append(sample.times(share))
             if not owners[sample.stack]:
                 rest[sample.stack].append(sample)
         found = {
@@ -151,8 +151,9 @@ class HostCosts:
             if self._counts(estimate):
                 yield Place(LOADER, line, (function,)), estimate
         for line, samples in lines.items():
-            estimate, ran = self._samples.estimate(samples), sum(sample.running_ms for sample in samples)
-            waits = ran < sum(sample.ms for sample in samples) / 2
+            estimate = self._samples.estimate(samples)
+            # A wait for a core is neither: it follows a sleep as well as a computation that lost its core.
+            waits = sum(sample.running_ms - sample.blocked_ms for sample in samples) < 0
             in_torch = self._torch_ms(line)
             # Calls of torch that run no Python of its own have the script's line as their innermost frame.
             known = estimate.low > 2 * in_torch and (waits or not self._rank["reduced"])

@@ -123,7 +123,7 @@ def line_times(rank: RankFile) -> list[LineTime]:
                 ms=estimate.ms,
                 low_ms=estimate.low,
                 high_ms=estimate.high,
-                blocked_ms=samples.estimate(own, lambda sample: sample.ms - sample.running_ms).ms,
+                blocked_ms=samples.estimate(own, lambda sample: sample.blocked_ms).ms,
             )
         )
     return lines

@@ -189,5 +189,5 @@ def _faster_half(samples: Samples, iterations: frozenset[int]) -> frozenset[int]
 
 def _works_itself(samples: Samples, own: frozenset[int]) -> float:
     taken = [sample for sample in samples.samples if sample.iteration in own]
-    working = [sample.running_ms if launches(samples.stacks[sample.stack]) else sample.ms for sample in taken]
+    working = [sample.ms - (sample.blocked_ms if launches(samples.stacks[sample.stack]) else 0.0) for sample in taken]
     return sum(working) / (sum(sample.ms for sample in taken) or 1.0)

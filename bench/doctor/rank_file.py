@@ -113,11 +113,11 @@ class Stacks(TypedDict):
     frames: list[Frame]
     stacks: list[list[int]]
     """Numbers in `frames`, the innermost first."""
-    samples: list[tuple[float, int, float, float]]
-    """(time, number in `stacks`, time that the sample stands for, time of it that the loop's thread ran), microseconds.
+    samples: list[tuple[float, int, float, float, float]]
+    """(time, number in `stacks`, time that it stands for, time within it that the loop's thread ran, time within it
+    that the thread could have run and had no core), microseconds.
 
-    Waits for a core count as running where the sampler can tell them from blocking.
-    """
+    The last is 0 where the sampler cannot tell it from blocking."""
 
 
 class Sampled(Window, Stacks):

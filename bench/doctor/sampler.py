@@ -51,9 +51,9 @@ class Sampler:
         """The pipe through which the signal wakes the helper; None without the signal."""
         self._end = False
         self._taking = threading.Lock()
-        self._samples: list[tuple[float, int, float, float]] = []
+        self._samples: list[tuple[float, int, float, float, float]] = []
         self._settled = 0
-        """Number of samples whose running time holds the waits for a core."""
+        """Number of samples that have their waits for a core."""
         self._stacks = SeenStacks()
         self._own_s = 0.0
         self._began = self._before = self._cpu_before = 0.0
@@ -164,18 +164,18 @@ class Sampler:
         cpu = time.clock_gettime(self._clock)
         number = self._stacks.number(list(walk(frame)))
         running = min(1.0, (cpu - self._cpu_before) / (now - self._before))
-        self._samples.append((now * 1e6, number, stands_for_s * 1e6, running * stands_for_s * 1e6))
+        self._samples.append((now * 1e6, number, stands_for_s * 1e6, running * stands_for_s * 1e6, 0.0))
         self._before, self._cpu_before = now, cpu
         self._own_s += time.perf_counter() - now
 
     def _settle(self) -> None:
-        """Adds the loop's waits for a core to the samples since it ran last: it would have run, had one been free."""
+        """Gives the loop's waits for a core to the samples since it ran last."""
         waited_us = self._waits.since_last_us()
         for i in range(self._settled, len(self._samples)):
-            at, number, us, ran_us = self._samples[i]
-            more_us = max(0.0, min(waited_us, us - ran_us))
-            self._samples[i] = at, number, us, ran_us + more_us
-            waited_us -= more_us
+            at, number, us, ran_us, _ = self._samples[i]
+            own_us = max(0.0, min(waited_us, us - ran_us))
+            self._samples[i] = at, number, us, ran_us, own_us
+            waited_us -= own_us
         self._settled = len(self._samples)
 
 

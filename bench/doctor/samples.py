@@ -40,7 +40,20 @@ class Sample(NamedTuple):
     ms: float
     """Time that it stands for, in an iteration without the sampler."""
     running_ms: float
-    """Time within it that the loop's thread ran; in the rest it was blocked."""
+    """Time within it that the loop's thread ran."""
+    coreless_ms: float
+    """Time within it that the thread could have run and had no core: after it lost one, or when it woke."""
+
+    @property
+    def blocked_ms(self) -> float:
+        """Time within it that the thread was blocked."""
+        return self.ms - self.running_ms - self.coreless_ms
+
+    def times(self, share: float) -> "Sample":
+        """Returns the sample with a share of its times."""
+        return self._replace(
+            ms=self.ms * share, running_ms=self.running_ms * share, coreless_ms=self.coreless_ms * share
+        )
 
 
 class Samples:
@@ -55,13 +68,13 @@ class Samples:
         self.scale = rank["plain"]["ms"] / sampled["ms"]
         """Factor on times of the window: the sampler makes iterations longer."""
         taken = [
-            (bisect_right(starts, at) - 1, stack, us, running)
-            for at, stack, us, running in sampled["samples"]
+            (bisect_right(starts, at) - 1, stack, us, min(running, us), coreless)
+            for at, stack, us, running, coreless in sampled["samples"]
             if starts[0] <= at < starts[-1] and sampled["stacks"][stack]
         ]
         self.samples = [
-            Sample(i, stack, us / 1000 * self.scale, min(running, us) / 1000 * self.scale)
-            for i, stack, us, running in taken
+            Sample(i, stack, us / 1000, running / 1000, coreless / 1000).times(self.scale)
+            for i, stack, us, running, coreless in taken
         ]
         self._period_ms = sampled["period_us"] / 1000 * self.scale
 

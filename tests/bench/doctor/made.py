@@ -56,7 +56,7 @@ def sampled(stacks: list[list[Frame]], samples: list[tuple[float, int, float, fl
         own_us=10.0 * len(samples),
         frames=frames,
         stacks=[[frames.index(one) for one in stack] for stack in stacks],
-        samples=samples,
+        samples=[(*one, 0.0) for one in samples],
         starts_us=[1000.0 * i for i in range(iterations + 1)],
     )
 

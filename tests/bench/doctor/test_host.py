@@ -44,6 +44,17 @@ def test_time_outside_of_torch_is_a_finding(stack, ran, kind, line, function):
     assert estimate.ms == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize(("ran", "kind"), [(0.05, judge.HOST_WAIT), (0.25, judge.HOST_COMPUTE)])
+def test_waits_for_a_core_tell_nothing_of_the_kind(ran, kind):
+    """A sleep that a busy machine ends late, and a computation that loses its core: .7 of their time without one."""
+    rank = rank_file([], [], device="cpu")
+    rank["sampled"] = sampled([[READS, USER]], [])
+    rank["sampled"]["samples"] = [(1000.0 * i + 500, 0, 400.0, 400.0 * ran, 280.0) for i in range(50)]
+    ((place, estimate),) = HostCosts(rank, {}, {}, []).estimates().items()
+    assert place.kind == kind
+    assert estimate.ms == pytest.approx(0.4)
+
+
 def test_what_is_no_finding():
     assert estimates(([READS, USER], 20.0, 0.0), ([FORWARD, USER], 980.0, 1.0)) == {}  # 2 %
     assert estimates(([FORWARD, USER], 1000.0, 0.0)) == {}  # torch waits

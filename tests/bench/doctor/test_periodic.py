@@ -93,7 +93,7 @@ def test_a_stall_of_the_machine_is_not_taken_for_the_line():
     later = [1.0 + 2.0 * (i in own) + 100.0 * (i == own[3]) for i in range(50)]
     rank = evaluating([1.0 + 2.0 * (i % 5 == 0) for i in range(50)], later, 5)
     stalled = rank["sampled"]["starts_us"][own[3]] + 50_000
-    rank["sampled"]["samples"].append((stalled, 0, 100_000.0, 100_000.0))
+    rank["sampled"]["samples"].append((stalled, 0, 100_000.0, 100_000.0, 0.0))
     (work,) = recurring_work(rank)
     assert work.periodic["line"] == CALLS
 
