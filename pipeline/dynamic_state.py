@@ -10,28 +10,26 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
-from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import NO_TABLE, DynamicRows
 from dlrm_bench.pipeline.state import RowsByIds, StateBlocks, TensorBlock
 
 ROWS, IDS = "embeddings.rows", "embeddings.ids"
 """Keys of the rows, and of their ids (DynamicRows.entries)."""
-_TABLE, _NO_TABLE = 2, -1
-"""Column of an id's table, and its value at a place without a row."""
+_TABLE = 2
+"""Column of an id's table."""
 
 
 def dynamic_blocks(dynamic: DynamicRows, ranks: Ranks) -> StateBlocks:
     """Returns the rows of all ranks, with their ids among the weights. Collective; waits for the device."""
-    entries = dynamic.entries()
-    of_ranks = [0] * ranks.world_size
-    dist.all_gather_object(of_ranks, len(entries))
-    memory = {"weights": dynamic.weights, "optimizer": dynamic.state}
+    ids = dynamic.entries().view(torch.float32)  # the same bits
+    used, of_ranks = dynamic.map.used, [0] * ranks.world_size
+    dist.all_gather_object(of_ranks, used)
+    memory = {IDS: ids, "weights": dynamic.weights, "optimizer": dynamic.state}
     by_ids = RowsByIds(IDS, partial(_choose, dynamic), memory)
 
     def blocks(memory: torch.Tensor) -> list[TensorBlock]:
-        return _blocks(memory[: len(entries)], of_ranks, ranks.rank, by_ids)
+        return _blocks(memory[:used], of_ranks, ranks.rank, by_ids)
 
-    ids = entries.view(torch.float32)  # the same bits
     optimizer = {ROWS: blocks(dynamic.state)} if dynamic.state.shape[1] else {}  # SGD has none
     return StateBlocks({IDS: blocks(ids), ROWS: blocks(dynamic.weights)}, optimizer)
 
@@ -44,9 +42,8 @@ def of_all_places(blocks: StateBlocks, ranks: Ranks) -> StateBlocks:
         by_ids = of_key[0].by_ids
         if by_ids is None:
             return of_key
-        places = len(by_ids.memory[kind])
-        memory = by_ids.memory[kind] if key != by_ids.key else _of_places(of_key[ranks.rank].local, places)
-        return _blocks(memory, [places] * ranks.world_size, ranks.rank, by_ids)
+        memory = by_ids.memory[key if key == by_ids.key else kind]
+        return _blocks(memory, [len(memory)] * ranks.world_size, ranks.rank, by_ids)
 
     kinds = zip(StateBlocks._fields, blocks, strict=True)
     return StateBlocks(*({key: fixed(kind, key, of_key) for key, of_key in of_kind.items()} for kind, of_kind in kinds))
@@ -60,16 +57,7 @@ def _blocks(own: torch.Tensor, of_ranks: Sequence[int], rank: int, by_ids: RowsB
     ]
 
 
-def _of_places(ids: torch.Tensor | StoredRows | None, places: int) -> torch.Tensor:
-    """Returns the ids of the first places, and ids of no table for the others, as fp32 [places, COLUMNS] of the same
-    bits."""
-    assert isinstance(ids, torch.Tensor), "this rank's"
-    found = torch.full((places, ids.shape[1]), _NO_TABLE, dtype=torch.int32, device=ids.device)
-    found[: len(ids)] = ids.view(torch.int32)
-    return found.view(torch.float32)
-
-
 def _choose(dynamic: DynamicRows, entries: torch.Tensor) -> torch.Tensor:
     """Returns DynamicRows.choose among the places that have a row."""
-    with_row = (entries[:, _TABLE] != _NO_TABLE).nonzero().flatten()
+    with_row = (entries[:, _TABLE] != NO_TABLE).nonzero().flatten()
     return with_row[dynamic.choose(entries[with_row])]

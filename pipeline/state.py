@@ -52,7 +52,8 @@ class RowsByIds:
     """Returns which of all saved rows become the first, second, ... of this rank's memory, int64 [n], ascending. The
     argument is the ids of all rows, int32 [rows, columns] on the host. ValueError if there are too many."""
     memory: Mapping[str, Tensor]
-    """This rank's memory, fp32, for weights and optimizer state, by name."""
+    """This rank's memory, fp32, for weights and optimizer state, by name, and for ids, by `key`: all its places, of
+    which the first ones have rows."""
 
 
 TensorBlocks = dict[str, list[TensorBlock]]

@@ -13,6 +13,7 @@ and while products of two matrices, which fill the GPU, follow one another on an
 
 from __future__ import annotations
 
+import gc
 import mmap
 import re
 import sys
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -61,7 +63,8 @@ class Registered:
     def __init__(self, rows: int, columns: int, device: torch.device, huge: bool) -> None:
         size = rows * 2 * columns * 4
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         self.tensor = torch.frombuffer(memory, dtype=torch.float32).view(rows, 2, columns).zero_()
         self._registered = device.type == "cuda"
         if self._registered:
@@ -172,18 +175,19 @@ class _Launched:
 
 
 def rates(works: Sequence[Callable[[], None]], warm_s: float = _WARM_S, seconds: float = _SECONDS) -> list[float]:
-    """Returns the calls per second of each work, while all of them run over and over, each in a thread of its own."""
+    """Returns the calls per second of each work, while all of them run over and over, each in a thread of its own, at
+    least twice."""
     begin = time.perf_counter() + warm_s
     end = begin + seconds
 
     def repeat(work: Callable[[], None]) -> float:
         done, first, last = 0, 0.0, 0.0
-        while last < end:
+        while last < end or done < 2:
             work()
             last = time.perf_counter()
             if last >= begin:
                 first, done = first or last, done + 1
-        return (done - 1) / (last - first) if done > 1 else 0.0
+        return (done - 1) / (last - first)
 
     with ThreadPoolExecutor(len(works)) as pool:
         return list(pool.map(repeat, works))
@@ -216,33 +220,41 @@ def _ways(tiers: Tiers, rows: int) -> Iterator[tuple[str, Callable[[], None], Ca
 
 def main(rows: int) -> None:
     """Prints the rates of each way."""
-    device = torch.device("cuda")
-    a, b = torch.randn(2, 8192, 4096, device=device, dtype=torch.bfloat16).unbind()
+    a, b = torch.randn(2, 8192, 4096, device="cuda", dtype=torch.bfloat16).unbind()
     products = _Launched(lambda: [torch.mm(a, b.t()) for _ in range(2)], priority=-1)
     (alone,) = rates([products])
-    gb = 2e-9 * 2 * 4 * _COLUMNS * rows  # of an exchange: rows and state, both directions
     print(f"{rows} rows of 1 KB per exchange; products alone: {1e3 / alone:.2f} ms for two of 0.55 TFLOP each, bf16")
     print(f"{'':32} {'alone':>15} {'beside products':>16}   products")
     print(f"{'pages':14} {'way':17} {'rows/us':>8} {'GB/s':>6} {'rows/us':>9} {'GB/s':>6}   slower, ms lost a M rows")
     for huge in (False, True):
-        host = Registered(_ROWS, _COLUMNS, device, huge)
-        pages = f"{host.huge_share():.0%} of 2 MB"
-        tiers = Tiers(torch.zeros(_ROWS, 2, _COLUMNS, device=device), host.tensor)
-        for name, exchange, end in _ways(tiers, rows):
-            exchange()  # compiles
-            (once,), (beside, with_it) = rates([exchange]), rates([exchange, products])
-            lost = (1 - with_it / alone) / (beside * rows) * 1e9
-            print(
-                f"{pages:14} {name:17} {once * rows / 1e6:8.1f} {once * gb:6.1f} {beside * rows / 1e6:9.1f} "
-                f"{beside * gb:6.1f} {alone / with_it - 1:8.1%} {lost:16.2f}",
-                flush=True,
-            )
-            end()
-        torch.cuda.synchronize()
-        host.free()
+        _print_rates(huge, rows, products, alone)
+        gc.collect()  # what is captured and what it uses refer to each other
+
+
+def _print_rates(huge: bool, rows: int, products: Callable[[], None], alone: float) -> None:
+    """Prints the rates of each way in pages of one size. alone: the rate of the products."""
+    device, gb = torch.device("cuda"), 2e-9 * 2 * 4 * _COLUMNS * rows  # of rows and state, both directions
+    host = Registered(_ROWS, _COLUMNS, device, huge)
+    pages = f"{host.huge_share():.0%} of 2 MB"
+    tiers = Tiers(torch.zeros(_ROWS, 2, _COLUMNS, device=device), host.tensor)
+    for name, exchange, end in _ways(tiers, rows):
+        exchange()  # compiles
+        (once,), (beside, with_it) = rates([exchange]), rates([exchange, products])
+        lost = (1 - with_it / alone) / (beside * rows) * 1e9
+        print(
+            f"{pages:14} {name:17} {once * rows / 1e6:8.1f} {once * gb:6.1f} {beside * rows / 1e6:9.1f} "
+            f"{beside * gb:6.1f} {alone / with_it - 1:8.1%} {lost:16.2f}",
+            flush=True,
+        )
+        end()
+    torch.cuda.synchronize()
+    host.free()
 
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit("error: exchanges with host memory need a CUDA GPU, and this machine has none")
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else _EXCHANGED)
+    asked = int(sys.argv[1]) if len(sys.argv) > 1 else _EXCHANGED
+    if not 0 < asked <= _ROWS:
+        sys.exit(f"error: an exchange of {asked} rows: choose 1 to {_ROWS}, the rows in host memory")
+    main(asked)

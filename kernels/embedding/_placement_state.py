@@ -49,7 +49,7 @@ class PlacementState(NamedTuple):
     number: Tensor
     """uint8 [1]: the number of the last batch, NUMBERS before the first."""
     counters: Tensor
-    """int64 [4]: batches, missing rows, rows moved to the device, rows used in place; of the pools."""
+    """int64 [4]: batches, missing rows, rows moved to the device, rows used in place."""
     pools: tuple[PoolState, ...]
     """One pool or more. Rows outside all pools keep their places."""
 

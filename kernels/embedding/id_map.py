@@ -50,6 +50,10 @@ class Keys(NamedTuple):
         """Returns the keys with these indices."""
         return Keys(self.ids[which], None if self.tables is None else self.tables[which])
 
+    def to(self, device: torch.device) -> Keys:
+        """Returns the keys on a device."""
+        return Keys(self.ids.to(device), None if self.tables is None else self.tables.to(device))
+
 
 class IdSlots(NamedTuple):
     """The memory of a map with H slots, H a power of two and at least WINDOW."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.dlrm.tables.dynamic.id_map import Entries, IdMap
+from dlrm_bench.dlrm.tables.dynamic.id_map import Entries, IdMap, chunks
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.initial_weights import distribution, table_key
 from dlrm_bench.dlrm.tables.row_numbers import RawIds, RowNumbers
@@ -23,6 +23,8 @@ from dlrm_bench.kernels.embedding.initial_rows import RowsOfTables, initial_rows
 
 COLUMNS = 4
 """Number of int32 values saved with each row beside weights and state, see `DynamicRows.entries`."""
+NO_TABLE = -1
+"""Value in place of a table, saved with places that have no row."""
 NO_PLACE = 1 << 30
 """Value that ranks agree on, instead of an excess, if any rank has no place for a new row: above any excess."""
 
@@ -101,10 +103,10 @@ class DynamicRows:
     def unchanged(self, rows: int) -> Iterator[None]:
         """Restores all rows bit for bit after the body, which trains on at most `rows` rows of each table; these have
         places even if all places are taken. The body ends after its training has ended."""
-        kept = [tensor.clone() for tensor in self.map.memory()]
+        kept = [tensor.to("cpu", copy=True) for tensor in self.map.memory()]  # a device may have no room for it twice
         used = slice(0, rows * len(self.numbers.tables))  # the places that an empty map gives out first
         weights, state = self.weights[used].clone(), self.state[used].clone()
-        nobody = torch.zeros(0, dtype=torch.int32, device=weights.device)
+        nobody = torch.zeros(0, dtype=torch.int32)
         self.map.load(Entries(self._keys(nobody.long(), nobody), nobody))
         yield
         for tensor, copy in zip(self.map.memory(), kept, strict=True):
@@ -119,14 +121,18 @@ class DynamicRows:
     # Entries: these wait for the device
 
     def entries(self) -> Tensor:
-        """Returns the content of places 0 .. n - 1 (the other places are empty), int32 [n, COLUMNS]: for each place the
-        lower and upper half of the id in its table, the table, and the last batch that named the row."""
-        held, of = self.map.entries(), self.numbers
-        nth = table_of(held.keys, self._of_tables.first_rows)
-        ids = of.part + (held.keys.ids - self._of_tables.first_rows[nth]) * of.parts
-        out = torch.empty(len(ids), COLUMNS, dtype=torch.int32, device=ids.device)
-        out[:, :2] = ids.view(torch.int32).view(-1, 2)
-        out[:, 2], out[:, 3] = torch.tensor(of.tables, dtype=torch.int32, device=ids.device)[nth], held.last
+        """Returns the content of all places, int32 [places, COLUMNS]: for each place the lower and upper half of the id
+        in its table, the table, and the last batch that named the row. Those with a row come first; the table of the
+        others is NO_TABLE."""
+        of, first_rows = self.numbers, self._of_tables.first_rows
+        tables = torch.tensor(of.tables, dtype=torch.int32, device=first_rows.device)
+        out = torch.full((self.map.places, COLUMNS), NO_TABLE, dtype=torch.int32, device=first_rows.device)
+        for some in chunks(self.map.used):
+            held = self.map.entries(some)
+            nth = table_of(held.keys, first_rows)
+            ids = of.part + (held.keys.ids - first_rows[nth]) * of.parts
+            out[some, :2] = ids.view(torch.int32).view(-1, 2)
+            out[some, 2], out[some, 3] = tables[nth], held.last
         return out
 
     def choose(self, entries: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ class DynamicRows:
             )
         nth_of = torch.zeros(len(self._table_rows), dtype=torch.int64)
         nth_of[list(of.tables)] = torch.arange(len(of.tables))
-        nth, device = nth_of[table[rows].long()], self.weights.device
+        nth = nth_of[table[rows].long()]
         numbers = torch.tensor(of.first_rows)[nth] + ids[rows] // of.parts
-        self.map.load(Entries(self._keys(numbers.to(device), nth.to(device)), entries[rows, 3].to(device)))
+        self.map.load(Entries(self._keys(numbers, nth), entries[rows, 3]))
         return rows

@@ -6,7 +6,7 @@ frees as many places as the batch's new keys lack, and never those of keys that 
 a batch again changes nothing, so a run that resumes before that batch continues bit-identically.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,11 @@ from dlrm_bench.kernels.embedding.id_map import EMPTY, IdSlots, Keys, empty_slot
 
 _WINDOW_SHARE, _LEAST_WINDOW = 64, 4096
 """Size of a window: a 64th of the places, but at least 4096 (or all places): the sort of each iteration stays small."""
-_CHUNK = 1 << 20  # keys that are loaded at a time
+_CHUNK = 1 << 20  # keys that are read or loaded at a time
 
 
 class Entries(NamedTuple):
-    """Keys of the places 0 .. n - 1 of a map, on its device; the others have none."""
+    """Keys of n consecutive places of a map."""
 
     keys: Keys
     last: Tensor
@@ -136,26 +136,31 @@ class IdMap:
 
     # Entries: these wait for the device
 
-    def entries(self) -> Entries:
-        """Returns the content of the map. Places are assigned in order, and an evicted place is reused at once, so the
-        empty places are the last ones."""
-        count = self.places - int(self._free_count)
-        return Entries(self._keys_in(self._slot_of[:count].long()), self._last[:count].clone())
+    @property
+    def used(self) -> int:
+        """Number of places with a key. Places are assigned in order, and an evicted place is reused at once, so these
+        are places 0 .. used - 1."""
+        return self.places - int(self._free_count)
+
+    def entries(self, places: slice | None = None) -> Entries:
+        """Returns the content of these places, which have keys; None: of all that do."""
+        some = slice(0, self.used) if places is None else places
+        return Entries(self._keys_in(self._slot_of[some].long()), self._last[some].clone())
 
     def load(self, entries: Entries) -> None:
-        """Replaces the content by `entries`, of which there are at most as many as places."""
+        """Replaces the content by `entries`, of places 0 .. n - 1 and on any device, of which there are at most as many
+        as places."""
         count = len(entries.last)
         assert count <= self.places, "checked by the caller"
         self._all.places.fill_(EMPTY)
         self._slot_of.fill_(-1)
-        self._free[:-1] = torch.arange(self.places - 1, -1, -1, device=self._device)
+        self._free[:-1] = torch.arange(self.places - 1, -1, -1, dtype=torch.int32, device=self._device)
         self._free_count.fill_(self.places - count)
         self._last[:count] = entries.last
-        place = torch.arange(count, dtype=torch.int32, device=self._device)
-        for first in range(0, count, _CHUNK):
-            some = slice(first, first + _CHUNK)
-            insert_ids(entries.keys.some(some), place[some], self._map, self._slot_of)
-        assert not bool((place < 0).any()), "a key found no slot"
+        for some in chunks(count):
+            place = torch.arange(some.start, some.stop, dtype=torch.int32, device=self._device)
+            insert_ids(entries.keys.some(some).to(self._device), place, self._map, self._slot_of)
+            assert not bool((place < 0).any()), "a key found no slot"
         for counted in (self.made, self.evicted, self.returned, self._lost):
             counted.zero_()
 
@@ -170,8 +175,12 @@ class IdMap:
     def describe(self) -> dict[str, int]:
         """Returns what a record says of it."""
         counts = {"made": self.made, "evicted": self.evicted, "returned": self.returned}
-        used = self.places - int(self._free_count)
-        return {"places": self.places, "used": used} | {name: int(count) for name, count in counts.items()}
+        return {"places": self.places, "used": self.used} | {name: int(count) for name, count in counts.items()}
+
+
+def chunks(count: int) -> Iterator[slice]:
+    """Yields ranges that together cover `count` keys, each so small that copies of its keys take little memory."""
+    return (slice(first, min(first + _CHUNK, count)) for first in range(0, count, _CHUNK))
 
 
 def _each(slots: IdSlots, of: Callable[[Tensor], Tensor]) -> IdSlots:

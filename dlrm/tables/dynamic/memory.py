@@ -18,10 +18,11 @@ class RowPlaces:
 
 def bytes_of(places: int, columns: int, states: int = 1, unnamed: int = 0, raw_ids: bool = False) -> int:
     """Returns the bytes of a rank's memory for `places` rows: fp32 weights, `states` columns of optimizer state, three
-    int32 values per place, and the slots of the map, each with an id, a place and, for --evict-rows, a flag.
+    int32 values per place and four more while the rows are saved (DynamicRows.entries), and the slots of the map, each
+    with an id, a place and, for --evict-rows, a flag.
 
     unnamed: number of additional rows from which an evaluation of pooled tables reads unnamed rows. raw_ids: whether
     ids are raw, each with its table in its slot.
     """
     slots = 1 << (2 * places - 1).bit_length()
-    return (places + unnamed) * 4 * (columns + states) + places * 4 * 3 + slots * (8 + 4 + 1 + 4 * raw_ids)
+    return (places + unnamed) * 4 * (columns + states) + places * 4 * (3 + 4) + slots * (8 + 4 + 1 + 4 * raw_ids)

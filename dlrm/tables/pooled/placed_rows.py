@@ -17,19 +17,23 @@ from dlrm_bench.dlrm.tables.row_numbers import RawIds, RowNumbers
 from dlrm_bench.dlrm.tables.row_rates import assumed_rates
 from dlrm_bench.dlrm.tables.tiers.placement import Pool
 from dlrm_bench.dlrm.tables.tiers.table_memory import DeviceRows, TableMemory
-from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows, check_host_memory
 from dlrm_bench.kernels.embedding.id_map import Keys
 
 
 def rows_on_tiers(layout: Layout, shape: TBEShape, memory: TableMemory) -> TieredRows:
-    """Returns memory for this rank's rows. Collective."""
+    """Returns memory for this rank's rows. Collective. ValueError, on every rank, if `memory` is too small for any, or
+    a node has too little host memory for its ranks."""
     tables, plan, ranks = layout.tables, layout.plan, layout.ranks
     if layout.in_row_parts:
         raise ValueError("--table-memory cannot be used with row-wise sharding: shard by tables or columns")
-    of_ranks = [
-        memory.checked_rows(rank, shards, tables, 2 * 4 * shards[0].columns)  # all ranks check all, so that they agree
-        for rank, shards in enumerate(map(plan.of_rank, range(plan.world_size)))
-    ]
+    of_ranks, host_bytes = [], []
+    for rank, shards in enumerate(map(plan.of_rank, range(plan.world_size))):  # all check all, so that they agree
+        row_bytes = 2 * 4 * shards[0].columns
+        of_ranks.append(memory.checked_rows(rank, shards, tables, row_bytes))
+        host_bytes.append((sum(shard.rows(tables) for shard in shards) - of_ranks[-1].total) * row_bytes)
+    first = ranks.node * ranks.local_world_size
+    check_host_memory(sum(host_bytes[first : first + ranks.local_world_size]))
     counts = None if memory.counts is None else read_counts(memory.counts, tables)
     expected, start = np.empty(sum(shape.rows), np.float32), 0
     for shard in plan.of_rank(ranks.rank):

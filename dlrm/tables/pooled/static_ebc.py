@@ -25,7 +25,7 @@ one part's exchange overlaps with other work on another. From `looked up` on, th
 with B its local samples; ids and gradients of the parts follow one another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -362,17 +362,18 @@ class StaticEBC:
             for table, (weights, state) in self._replicated.parts().items():
                 yield TableShard(Shard(self._rank, table, 0, dim), weights, state)
 
-    def memory(self) -> dict[str, list[Tensor]]:
-        """Returns the memory of tables and optimizer state, by its name in the record."""
+    def memory(self) -> dict[str, Sequence[object]]:
+        """Returns the memory of tables and optimizer state, and of the places of rows, by its name in the record."""
         if self.dynamic is not None:
-            return {"tables": [self._tbe.weights], "optimizer_state": [self._tbe.state]}
+            places = self.dynamic.map.memory()
+            return {"tables": [self._tbe.weights], "optimizer_state": [self._tbe.state], "row_places": places}
         if self._tiers is None:
             shards = list(self.table_shards())
-            kinds = {"tables": [of.weights for of in shards], "optimizer_state": [of.state for of in shards]}
-            return {name: [part for part in parts if isinstance(part, Tensor)] for name, parts in kinds.items()}
+            return {"tables": [of.weights for of in shards], "optimizer_state": [of.state for of in shards]}
         replicated = self._replicated.parts().values() if self._replicated is not None else ()
-        device, host = self._tiers.memory
-        return {"table_rows": [device, *(t for of in replicated for t in of)], "table_rows_in_host_memory": [host]}
+        (device, host), of_rows = self._tiers.memory, self._tiers.placement.state
+        rows = [device, *(tensor for of in replicated for tensor in of)]
+        return {"table_rows": rows, "table_rows_in_host_memory": [host], "row_places": of_rows}
 
     def describe_tiers(self) -> dict[str, int | float] | None:
         """Returns this rank's tier data for the record; None without tiers. Waits for the device."""

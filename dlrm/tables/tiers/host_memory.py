@@ -6,7 +6,6 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.runtime.host_memory import free_memory_bytes
 from dlrm_bench.dlrm.runtime.host_registration import register, unregister
 
 _GB = 10**9
@@ -22,8 +21,6 @@ def host_zeros(rows: int, columns: int, device: torch.device) -> Tensor:
     shape, size = (rows, 2, columns), rows * 2 * columns * 4
     if device.type != "cuda" or size == 0:
         return torch.zeros(shape)
-    if size > free_memory_bytes():  # the kernel would promise it, and kill a process when pages are written
-        raise OSError(f"{size / _GB:.1f} GB of host memory are needed, but {free_memory_bytes() / _GB:.1f} GB are free")
     try:
         memory = _Registered(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

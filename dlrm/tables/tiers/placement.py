@@ -3,7 +3,8 @@
 Places 0 .. P - 1 are on the device, P .. R - 1 in host memory; each of the R rows has one place, and no place is empty.
 Rows only exchange places, one in host memory with one on the device: an incoming row overwrites an outgoing one. Both
 belong to one pool, which thus has a constant number of rows on the device: a table with a share of its own is a pool,
-and all other tables together are one. Of a pool that is all on the device, or has one row there or none, no row moves.
+and all other tables together are one. Of a pool that is all on the device, or has one row there or none, no row moves:
+its missing rows are used where they are.
 
 Of a pool's rows on the device G are guests: a ring of places that incoming rows pass through. The others are residents.
 Batch b + 1 is planned while batch b trains:
@@ -114,8 +115,8 @@ class Placement:
     """The placement of a rank's rows; see the module's docstring."""
 
     COUNTED = ("batches", "misses", "moved", "in_place")
-    """Names of the state's `counters`: batches; missing rows of pools that move, that is, named rows in host memory;
-    missing rows moved to the device; and missing rows used in place."""
+    """Names of the state's `counters`: batches; missing rows, that is, named rows in host memory; missing rows moved to
+    the device; and missing rows used in place."""
 
     def __init__(
         self, pools: Sequence[Pool], device: torch.device, expected: NDArray[np.float32], halving: int = 4096
@@ -130,6 +131,8 @@ class Placement:
         self.fixed_host_rows = sum(pool.host_rows for pool in pools if not pool.moves)
         """Rows in host memory of pools whose rows do not move."""
         self._ids = [_selection(pool.ids, device) for pool in pools if pool.moves]
+        fixed = [ids for pool in pools if pool.host_rows and not pool.moves for ids in pool.ids]
+        self._fixed_ids = _selection(_joined(sorted(fixed, key=lambda ids: ids.start)), device) if fixed else None
         self._moves = [_no_moves(pool.window, device) for pool in pools if pool.moves]
         place = torch.full((self.rows + 1,), -1, dtype=torch.int32, device=device)
         occupant = torch.zeros(self.device_rows + 1, dtype=torch.int32, device=device)
@@ -171,7 +174,16 @@ class Placement:
             plan_moves([_chosen(rows, ids) for ids in self._ids], self.state, self._moves)
         else:
             self.state.counters[:1].add_(1)
+        if self._fixed_ids is not None:
+            self._count_fixed(_chosen(rows, self._fixed_ids))
         return self._moves
+
+    def _count_fixed(self, rows: Tensor) -> None:
+        """Counts the missing rows among a batch's `rows` of pools whose rows do not move: all are used in place."""
+        places, first = torch.empty_like(rows), torch.ones_like(rows, dtype=torch.bool)
+        self.places(rows, places)
+        torch.ne(rows[1:], rows[:-1], out=first[1:])
+        self.state.counters[1::2].add_((first & (places >= self.device_rows)).sum())
 
     def places(self, rows: Tensor, out: Tensor) -> None:
         """Writes the places of rows, int32 [N], to `out`; -1 for negative rows."""

@@ -8,12 +8,25 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlrm_bench.dlrm.runtime.host_memory import free_memory_bytes
 from dlrm_bench.dlrm.tables.tiers.host_memory import host_zeros
 from dlrm_bench.dlrm.tables.tiers.placement import Placement, Pool, pieces
 from dlrm_bench.kernels.embedding._placement_state import Moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows
 
 _PIECE_ELEMENTS = 1 << 24  # elements copied at a time, in row order
+
+
+def check_host_memory(needed: int) -> None:
+    """Raises ValueError, on every rank, unless each node has host memory for the rows of its ranks together: the kernel
+    would promise more to each of them, and kill one when pages are written. Comes before any of them allocates its own.
+    Collective.
+
+    needed: bytes, of all ranks of this node.
+    """
+    free = free_memory_bytes()
+    words = f"its node's ranks need {needed / 1e9:.1f} GB of host memory, but {free / 1e9:.1f} GB are free"
+    _raise_on_all_ranks(words if needed > free else None)
 
 
 class TieredRows:

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic import id_map
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces, bytes_of
 from dlrm_bench.dlrm.tables.row_numbers import RawIds
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_places_fit, check_tables_fit, device_memory_bytes
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.kernels.embedding.id_map import Keys
 
 CPU = torch.device("cpu")
 ADAGRAD = OptimizerConfig().tables
@@ -140,13 +144,40 @@ def test_dynamic_rows_take_the_bytes_that_are_said():
     tables = Tables(names=("a",), rows=(5000,), columns=64, hot=(1,), pooled=False)
     rank = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
     rows = DynamicRows.in_parts(tables, rank, 0, RowPlaces(3000, True))
-    held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, *rows.map.memory()))
+    held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, rows.entries(), *rows.map.memory()))
     assert held == pytest.approx(bytes_of(3000, 64), abs=100)
+
+
+class Sizes(TorchDispatchMode):
+    """The bytes of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        returned = function(*arguments, **(named or {}))
+        self.found += [tensor.nbytes for tensor in tree_leaves(returned) if isinstance(tensor, torch.Tensor)]
+        return returned
+
+
+def test_a_save_takes_no_more(monkeypatch):
+    """Whatever the number of rows, of which some at a time are copied."""
+    monkeypatch.setattr(id_map, "_CHUNK", 50)
+    memory = torch.zeros(3001, 512), torch.zeros(3001, 512)
+    rows = DynamicRows(RawIds((0,)), replace(WIDE, raw_ids=True), 0, RowPlaces(3000, True), memory)
+    keys = Keys(torch.arange(2000), torch.zeros(2000, dtype=torch.int32))
+    rows.place(keys, torch.empty(2000, dtype=torch.int32))
+    with Sizes() as sizes:
+        entries = rows.entries()
+    assert entries.nbytes == 3000 * 4 * 4
+    assert sorted(set(sizes.found) - {entries.nbytes})[-1] <= 50 * 4 * 4
+    assert torch.equal(entries[:2000, 0].long(), keys.ids)
 
 
 def test_so_do_rows_of_raw_ids():
     tables = replace(WIDE, raw_ids=True)
     memory = torch.zeros(3001, 512), torch.zeros(3001, 512)
     rows = DynamicRows(RawIds((0,)), tables, 0, RowPlaces(3000, True), memory)
-    held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, *rows.map.memory()))
+    held = sum(tensor.nbytes for tensor in (rows.weights, rows.state, rows.entries(), *rows.map.memory()))
     assert held == pytest.approx(bytes_of(3000, 512, 512, raw_ids=True), abs=100)

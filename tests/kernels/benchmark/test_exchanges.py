@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from dlrm_bench.kernels.benchmark import exchanges
 from dlrm_bench.kernels.benchmark.exchanges import CopiedRows, Registered, rates
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, plain_exchange_rows
 
@@ -47,3 +48,10 @@ def test_works_run_at_once_and_are_counted() -> None:
 
     (one,), both = rates([work], 0.05, 0.4), rates([work, work], 0, 0.4)
     assert all(10 < rate < 101 for rate in (one, *both))
+    (slow,) = rates([lambda: time.sleep(0.2)], 0, 0.1)
+    assert 1 < slow < 5.1, "twice"
+
+
+def test_a_kernel_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges.mmap, "MADV_HUGEPAGE", 1 << 20)  # no advice that any kernel knows
+    assert not Registered(16, 8, torch.device("cpu"), huge=True).tensor.any()

@@ -12,7 +12,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.static_sequences.lane import EAGER
 from tests.pipeline.cpu_graphs import Unread, capture_on_cpu
-from tests.pipeline.static.test_tiers import CONFIG, PEERS, STEPS, batches_of
+from tests.pipeline.static.test_tiers import CONFIG, MODEL, PEERS, STEPS, batches_of
 from tests.pipeline.static_sequences.test_pipeline import drawn, evaluated, small
 from tests.pipelines import changed, static_pipeline
 
@@ -22,6 +22,7 @@ CASES = (
     changed(CONFIG, dynamic_rows=6000),
     changed(CONFIG, dynamic_rows=2000, evict_rows=True, presort_ids=False),
     changed(PEERS, dynamic_rows=2000, evict_rows=True),
+    changed(PEERS, model=replace(MODEL, raw_ids=True), dynamic_rows=2000, evict_rows=True),
 )
 
 

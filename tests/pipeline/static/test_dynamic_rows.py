@@ -17,6 +17,7 @@ from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.dcnv2 import static_schedule
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import NO_TABLE
 from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM
@@ -220,7 +221,7 @@ def begins_anew(ranks: Ranks) -> tuple[bool, bool, dict[str, int]]:
     ours, theirs = (iter(batches_of(config, ranks, hot=0)[:STEPS]) for _ in range(2))
     for _ in range(STEPS):
         losses.append(torch.equal(full.train_step(ours), evicting.train_step(theirs)))
-        now = {(table, row) for row, _, table, _ in dynamic.entries().tolist()}
+        now = {(table, row) for row, _, table, _ in dynamic.entries().tolist() if table != NO_TABLE}
         for of in full.ebc.table_shards():
             gone = [row for table, row in held - now if table == of.shard.table]
             of.weights[gone], of.state[gone] = initial[of.shard][gone], 0

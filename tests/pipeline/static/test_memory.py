@@ -12,10 +12,13 @@ from dlrm_bench.dlrm.data.batch import Batch, storage_bytes
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, OptimizerConfig, TableOptimizerName
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import COLUMNS
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.plan.costs import rank_loads
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
+from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 from dlrm_bench.pipeline.static.memory import memory_gb
-from tests.pipelines import run_config, static_pipeline
+from tests.pipelines import changed, run_config, static_pipeline
 
 MODEL = preset("smoke").model
 BATCH_SIZE = 64
@@ -79,6 +82,34 @@ def test_static_pipeline(run_ranks: Callable[..., list[Any]], gpu: bool) -> None
                 assert memory["allocated"] <= memory["reserved"]
                 assert memory["left"] > 0
     assert len(second) == len(first)
+
+
+def described(ranks: Ranks, **options: Any) -> tuple[dict[str, float], StaticEBC]:
+    pipeline = static_pipeline(changed(config("adagrad", presort=True, peer_memory=False), **options), ranks)
+    return pipeline.describe()["memory_gb"][0], pipeline.ebc
+
+
+def placed(ranks: Ranks) -> list[tuple[float, float]]:
+    """The bytes of rows and their places that the record has, and those that are said before: of rows that are made
+    when they are first named, and on two tiers."""
+    memory, ebc = described(ranks, dynamic_rows=50_000, evict_rows=True)
+    columns, batch = MODEL.embedding_dim, BATCH_SIZE * sum(MODEL.multi_hot_sizes)
+    saved = 50_000 * 4 * COLUMNS  # of ids, only while the rows are saved
+    held = sum(memory[name] for name in ("tables", "optimizer_state", "row_places"))
+    found = [(held, bytes_of(50_000, columns, columns, batch) - saved)]
+    memory, ebc = described(ranks, table_memory="0.5")
+    assert ebc._tiers is not None
+    placement = ebc._tiers.placement
+    rings = sum(4 * len(pool.ring) for pool in placement.state.pools)
+    # Of a row its place, count and last batch; of a place its row, and whether a guest has it.
+    found.append((memory["row_places"], 6 * placement.rows + 5 * placement.device_rows + rings))
+    return found
+
+
+def test_places_of_rows_are_memory_too(run_ranks: Callable[..., list[Any]]) -> None:
+    ((dynamic, tiers),) = run_ranks(1, placed)
+    assert dynamic[0] * 1e9 == pytest.approx(dynamic[1], rel=0.01)
+    assert tiers[0] * 1e9 == pytest.approx(tiers[1], rel=0.02)
 
 
 def views(ranks: Ranks) -> list[dict[str, float]]:

@@ -10,6 +10,7 @@ import pytest
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
+from dlrm_bench.dlrm.tables.tiers import tiered_rows
 from tests.cases import PLACES
 from tests.pipeline.static.test_tiers import CONFIG, MODEL, PEERS, STEPS, Trained, check_equal, train
 from tests.pipelines import changed, static_pipeline
@@ -83,6 +84,7 @@ def test_tables_have_their_share_and_train_to_equal_bits(
                 for tiers in trained.tiers:
                     moved += tiers["moved"]
                     assert tiers["misses"] == tiers["moved"] + tiers["in_place"]
+                    assert bool(tiers["misses"]) == bool(tiers["host_rows"]), "of tables whose rows stay there too"
                     assert tiers["batches"] == STEPS + 1
                 fixed = sum(rows for table, rows in enumerate(MODEL.num_embeddings) if shares.get(table) == 0)
                 assert sum(tiers["fixed_host_rows"] for tiers in trained.tiers) >= fixed
@@ -107,3 +109,22 @@ def test_shares_above_the_device_memory_are_refused_on_all_ranks(run_ranks: Call
         ValueError, match=r"cat_0=hbm:0.5: hbm is for tables in two tiers of memory: add --table-memory"
     ):
         changed(PEERS, constraints=("0=hbm:0.5",))
+
+
+def without_host_memory(ranks: Ranks) -> str:
+    """The words to ranks of which each alone, but not both together, has host memory for all of its rows."""
+    rows, config = sum(MODEL.num_embeddings), wishing(PEERS, "0.5", {0: 0.0, 1: 0.0, 2: 0.0})
+    needed = rows * 2 * 4 * MODEL.embedding_dim
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered_rows, "free_memory_bytes", lambda: needed)
+        static_pipeline(config, ranks).close()
+        patch.setattr(tiered_rows, "free_memory_bytes", lambda: needed - 1)
+        with pytest.raises(ValueError, match="--table-memory") as caught:
+            static_pipeline(config, ranks)
+    return str(caught.value)
+
+
+def test_host_memory_is_that_of_all_ranks_of_a_node(run_ranks: Callable[..., list[Any]]) -> None:
+    one, other = run_ranks(2, without_host_memory)
+    assert one == other
+    assert one.startswith("--table-memory: rank 0: its node's ranks need 0.0 GB of host memory, but 0.0 GB are free")

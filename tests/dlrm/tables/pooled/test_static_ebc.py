@@ -91,13 +91,14 @@ def in_row_parts(plan: Plan, seed: int) -> Plan:
     return split
 
 
-def shared_plan(world_size: int, alone: Sequence[int] = (1, 4)) -> Plan:
-    """The first two ranks hold halves of the same tables, any others the tables `alone`: the two share their sort."""
-    alone = alone if world_size > 2 else []
+def shared_plan(world_size: int, alone: Sequence[int]) -> Plan:
+    """The first two ranks hold halves of the same tables, and share their sort; any others hold the tables `alone`, or,
+    without others, these are replicated."""
+    others = world_size - 2
     halves = [table for table in range(MODEL.num_features) if table not in alone]
     shards = [Shard(rank, table, rank * DIM // 2, DIM // 2) for rank in range(2) for table in halves]
-    shards += [Shard(2 + i % (world_size - 2), table, 0, DIM) for i, table in enumerate(alone)]
-    plan = Plan(world_size=world_size, shards=tuple(sorted(shards)))
+    shards += [Shard(2 + i % others, table, 0, DIM) for i, table in enumerate(alone if others else ())]
+    plan = Plan(world_size, tuple(sorted(shards)), replicated=() if others else tuple(alone))
     plan.check(MODEL.tables)
     return plan
 
@@ -113,11 +114,9 @@ def cases_of(world_size: int, gpu: bool) -> list[Case]:
         Case(plan, 6, torch.float32, presort=True, parts=parts) for plan, parts in zip(plans, (2, 3), strict=False)
     ]
     if 1 < world_size < 5:
-        cases += [Case(shared_plan(world_size), 6, torch.float32, presort=True, parts=parts) for parts in (1, 2)]
-        cases += [  # of 7, 1 and 1 ids a sample both ranks sort the 7 themselves
-            Case(shared_plan(world_size, (0, 2, 3, 6)), 6, torch.float32, presort=True, parts=parts)
-            for parts in ((1, 2) if world_size > 2 else ())
-        ]
+        # Of 7, 1 and 1 ids a sample both ranks sort the 7 themselves.
+        shared = [shared_plan(world_size, alone) for alone in ((1, 4) if world_size > 2 else (), (0, 2, 3, 6))]
+        cases += [Case(plan, 6, torch.float32, presort=True, parts=parts) for plan in shared for parts in (1, 2)]
     cases += [replace(case, peers=True) for case in cases if case.presort]
     split = [in_row_parts(plan, seed) for seed, plan in enumerate(plans)]
     if world_size == 1:  # the first table of a rank stays whole
@@ -381,6 +380,7 @@ def check_all(ranks: Ranks, cases: list[Case]) -> int:
         (4, False),
         pytest.param(1, True, marks=pytest.mark.gpu),
         pytest.param(2, True, marks=pytest.mark.multi_gpu),
+        pytest.param(4, True, marks=pytest.mark.multi_gpu),
     ],
 )
 def test_layouts_and_updates_equal_whole_tables(
