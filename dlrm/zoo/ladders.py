@@ -47,7 +47,8 @@ _WHOLE = Rung(
 _PEERS = Rung(
     "iteration-graph-peer",
     (),
-    "NCCL's collectives in the graph, and the copies around them: kernels write into the memory of the other GPUs.",
+    "NCCL's collectives in the graph, except for the loss guard's, and the copies around them: kernels write into the "
+    "memory of the other GPUs.",
 )
 _MAIN = ("stock", "pinned-d2h", "dense-graph", "trim-input-dist", "graph-dists")
 

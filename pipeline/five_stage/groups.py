@@ -62,6 +62,12 @@ def of_all_ranks(own: T, group: dist.ProcessGroup) -> list[T]:
     return everyone
 
 
+def of_any_rank(own: T | None, group: dist.ProcessGroup) -> T | None:
+    """Returns what the first rank gives that does not give None, the same on all ranks; None if all give None.
+    Collective."""
+    return next((of for of in of_all_ranks(own, group) if of is not None), None)
+
+
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a new communicator over the same ranks, so that another thread may launch the input dist. Collective.
 

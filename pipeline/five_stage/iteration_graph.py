@@ -135,7 +135,7 @@ class IterationGraph:
     # Batches
 
     def begin(self, batch: Any, features: Sequence[KeyedJaggedTensor]) -> str | None:
-        """Takes the form of the first batch; returns what keeps such batches out of a graph."""
+        """Takes the form of the first batch; returns what keeps such batches out of a graph, on this rank."""
         modules = self._lookups.called
         kjts = set(map(id, kjts_of(batch)))
         why = why_no_iteration_of(modules, features) or why_no_form(leaf_names(batch, kjts), leaves(batch, kjts))

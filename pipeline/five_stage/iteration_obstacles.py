@@ -30,7 +30,8 @@ def lookup_kernels(modules: Sequence[Sharded]) -> Iterator[tuple[str, Any]]:
 
 
 def why_no_iteration(modules: Sequence[Sharded]) -> str | None:
-    """Returns what keeps the modules out of the graph, as far as known before the first batch."""
+    """Returns what keeps the modules out of the graph, as far as this rank knows before the first batch: it has the
+    kernels of its own tables alone."""
     for one in modules:
         if type(one.collection) not in (TrimmedEBC, TrimmedEC):
             return reasons.NOT_TRIMMED(module=one.name, kind=one.kind)

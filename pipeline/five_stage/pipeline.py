@@ -24,7 +24,7 @@ from .dense_update import DenseUpdate
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .feature_processors import FeatureProcessors
 from .graph_obstacles import why_not_graphed
-from .groups import give_back, ready_group
+from .groups import give_back, of_any_rank, ready_group
 from .in_flight import InFlight
 from .incoming import Incoming
 from .input_dist import InputDist, Step
@@ -98,7 +98,7 @@ class FiveStagePipeline(Generic[In, Out]):
         self._whole = graphed and options.graphs_iterations
         self._processors = FeatureProcessors(self._modules, apart=graphed, captured=self._whole)
         self._not_whole: str | None = None
-        if self._whole and (why := why_no_iteration(self._modules)) is not None:
+        if self._whole and (why := of_any_rank(why_no_iteration(self._modules), model._env.process_group)) is not None:
             self._no_iteration(why)
         self._peer_memory = self._whole and self._switches.peers(model._env.process_group, device)
         self._replicated = ReplicatedTables(self._modules if self._whole else ())
@@ -367,7 +367,7 @@ class FiveStagePipeline(Generic[In, Out]):
             parts = (dense, self._processors, self._replicated, self._optimizer, self._input_dists, self._lookups)
             rest = (self._streams, self._device, group, self._peer_memory)
             self._by_graph = self._incoming.graph = IterationGraph(*parts, *rest)
-            if (why := self._by_graph.begin(first.batch, first.features)) is not None:
+            if (why := of_any_rank(self._by_graph.begin(first.batch, first.features), group)) is not None:
                 self._no_iteration(why)
 
     # Switches that are off

@@ -40,7 +40,7 @@ class Switches:
 
     def _without_graph(self) -> None:
         if self._options.peer_memory:
-            self.off["peer_memory"] = reasons.PEERS_NO_GRAPH()
+            self.switch_off("peer_memory", reasons.PEERS_NO_GRAPH())
 
     def peers(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Returns whether graphs exchange through peer memory, on all ranks of a group. Collective where requested."""

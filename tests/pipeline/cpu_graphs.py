@@ -139,6 +139,9 @@ class Checked(TorchDispatchMode):
     one, but for what it makes itself.
     """
 
+    replaying = False
+    """Whether one is: a GPU runs no Python then, and has run what `work` does in a capture."""
+
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()
         self._work = work
@@ -148,7 +151,7 @@ class Checked(TorchDispatchMode):
         self.replays = 0
 
     def replay(self) -> None:
-        with self:
+        with self, patch.object(Checked, "replaying", True):
             self._work()
         self._made.clear()
         if not self.replays:

@@ -107,6 +107,10 @@ class _Exchange:
         return self._buffers[turn].own.view(self._dtype)
 
 
+def _in_capture(source: Tensor) -> bool:
+    return source.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _alignment(source: Tensor) -> int:
     return gcd(WIDEST, source.data_ptr())
 
@@ -175,7 +179,7 @@ class Peers:
         key = self._calls, name, shared, source.dtype
         self._calls += 1
         exchange = self._made.get(key)
-        if source.is_cuda and torch.cuda.is_current_stream_capturing():
+        if _in_capture(source):
             if exchange is None or not exchange.knows(source, form):
                 raise RuntimeError(f"{name}: peer memory has to be allocated before a capture")
         elif exchange is None:

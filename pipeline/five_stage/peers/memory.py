@@ -90,6 +90,8 @@ class PeerMemory:
         self.nbytes += nbytes
         # If the environment has tensors come from a pool, get_buffer counts from the start of their allocation.
         offset = own.data_ptr() - handle.get_buffer(self.rank, (nbytes,), torch.uint8).data_ptr()
+        # Torch zeroes new memory, signals included, on a stream that others do not wait for, at the latest in the
+        # owner's rendezvous: nobody may write there before all ranks are here.
         if len(set(of_all_ranks(offset, self.group))) > 1:
             raise RuntimeError("peer_memory=True: buffers differ between ranks: set TORCH_SYMMMEM_IMPLICIT_POOL=0")
         return [handle.get_buffer(rank, (nbytes,), torch.uint8, offset) for rank in range(self.group.size())]

@@ -1,6 +1,6 @@
 """Cross-cutting: models' iterations in one graph: two EBCs, sequences of one length, jagged ones in padded batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,10 @@ import torch
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
+from dlrm_bench.pipeline.five_stage import reasons
 from tests.dlrm.zoo.small import drawn, padded, small
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
+from tests.pipeline.five_stage.peers.memory_on_cpu import peer_memory_on_cpu
 from tests.pipeline.whole_state import ModelState, whole_state
 
 STEPS = 24
@@ -38,6 +40,13 @@ def train(ranks: Ranks, name: str, pipeline: str, **changes: Any) -> Trained:
     return trained
 
 
+def assert_equal(ours: ModelState, theirs: ModelState, name: str) -> None:
+    for mine, other in ((ours.weights, theirs.weights), (ours.optimizer, theirs.optimizer)):
+        assert mine.keys() == other.keys(), name
+        for key in other:
+            assert torch.equal(mine[key], other[key]), (name, key)
+
+
 def train_both(ranks: Ranks) -> dict[str, tuple[Trained, Trained]]:
     if ranks.device.type == "cpu":
         iteration_graph_on_cpu()
@@ -56,9 +65,33 @@ def test_whole_iterations_train_what_stock_trains(run_ranks: Callable[..., list[
             assert "cuda_graph" not in ours.described["switched_off"], name
             losses = torch.tensor(ours.losses), torch.tensor(stock.losses)
             torch.testing.assert_close(*losses, rtol=1e-5 if gpu else 0, atol=0)
-            for mine, theirs in (
-                (ours.state.weights, stock.state.weights),
-                (ours.state.optimizer, stock.state.optimizer),
-            ):
-                for key in theirs if not gpu else ():
-                    assert torch.equal(mine[key], theirs[key]), (name, key)
+            if not gpu:
+                assert_equal(ours.state, stock.state, name)
+
+
+def through_peers(ranks: Ranks, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """With the harness's loss guard, which has a collective of its own in the model, as `--rungs exchange` compares."""
+    if ranks.device.type == "cpu":
+        iteration_graph_on_cpu()
+        peer_memory_on_cpu()
+    described = {}
+    for name in names:
+        switches = WHOLE | {"graph_dists": True}
+        by_nccl, ours = (train(ranks, name, "five-stage", **switches, peer_memory=peers) for peers in (False, True))
+        if ranks.device.type == "cpu" or name != "zoo-sequence":  # whose attention adds in any order on a GPU
+            assert ours.losses == by_nccl.losses, name
+            assert_equal(ours.state, by_nccl.state, name)
+        assert "peer_memory" not in ours.described["switched_off"], name
+        described[name] = ours.described["iteration_graph"]
+        assert described[name]["replays"] == by_nccl.described["iteration_graph"]["replays"] > 0, name
+    return described
+
+
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.multi_gpu)])
+def test_peer_memory_trains_what_collectives_train(run_ranks: Callable[..., list[Any]], gpu: bool) -> None:
+    for of_rank in run_ranks(2, through_peers, ("zoo-dlrm", "zoo-deepfm", "zoo-two-towers", "zoo-sequence"), gpu=gpu):
+        for name, described in of_rank.items():
+            peers, sequences = described["peer_memory"], name == "zoo-sequence"
+            assert peers["by_nccl"] == ({"vectors of items": reasons.PEERS_UNPOOLED()} if sequences else {}), name
+            ways = [of for of in peers["through"] if "pooled vectors" in of]
+            assert len(ways) == (4 if name == "zoo-two-towers" else 2), name

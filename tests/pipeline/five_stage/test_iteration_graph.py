@@ -20,7 +20,6 @@ from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import CPU_PLACES, GPU_PLACES
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
-from tests.pipeline.five_stage import torchrec_models
 from tests.pipeline.five_stage.torchrec_models import HOT, Trained, batches, build, drain, state
 
 TIMEOUT = 300  # seconds, after which a rank that hangs is killed
@@ -347,10 +346,9 @@ def test_a_schedule_of_the_tables_needs_no_new_capture(run_ranks, world_size, gp
 def moves_on_one_rank(ranks: Ranks) -> tuple[dict[str, Any], bool]:
     """All tables are rank 0's, on CPUs, where no graph can follow their rates."""
     prepare(ranks)
-    data, by_table = batches(ranks, 20, fixed=True), torchrec_models.table_wise
-    with patch.object(torchrec_models, "table_wise", lambda rank: by_table(rank=0)):
-        run = whole(ranks, data, every_step)
-        assert_equal(run.trained, stock(ranks, data, every_step), BITS)
+    data, plan = batches(ranks, 20, fixed=True), "TW of rank 0"
+    run = whole(ranks, data, every_step, plan=plan)
+    assert_equal(run.trained, stock(ranks, data, every_step, plan=plan), BITS)
     return run.described, "cuda_graph" not in run.off
 
 

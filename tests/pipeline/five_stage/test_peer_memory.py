@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torchrec import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+import dlrm_bench.pipeline.five_stage.switches
 import dlrm_bench.pipeline.five_stage.trimmed.capacity_dist
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage.iteration_obstacles import lookup_kernels
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
+from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.pipeline.five_stage import test_iteration_forms
 from tests.pipeline.five_stage.peers.memory_on_cpu import peer_memory_on_cpu
@@ -67,6 +70,7 @@ CASES = {
     "tables under Adam and row-wise Adagrad": Case(
         {"plan": "TW", "tables_by": RowWiseAdagrad, "dense_by": adam}, ("table_wise",), {}
     ),
+    "a rank without tables": Case({"plan": "TW of rank 0"}, ("table_wise",), {}),
     "graphs of the dists": Case({"plan": "TW"}, ("table_wise",), {"cuda_graph": True}),
     "columns": Case({"plan": "CW"}, ("column_wise",), {}),
     "columns, tables and replicas": Case(
@@ -285,14 +289,46 @@ def test_without_a_graph_of_iterations_nothing_goes_through_peer_memory(run_rank
         assert not described
 
 
-def on_host(ranks: Ranks) -> dict[str, str]:
+def of_one_rank(ranks: Ranks, options: FiveStageOptions) -> dict[str, str] | str:
+    """Rank 1 alone has a table that no graph takes."""
+    prepare(ranks)
+    peer_memory_on_cpu()
     model, optimizer = build(ranks, "TW", sharder=TrimmedEBCSharder(HOT))
-    with FiveStagePipeline(model, optimizer, ranks.device, PEERS) as pipeline:
+    if ranks.rank == 1:
+        _, kernel = next(lookup_kernels(sharded_modules(model)))
+        kernel.weights_uvm = torch.zeros(1)
+    try:
+        with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
+            drain(pipeline, iter(batches(ranks, 8, fixed=True)))
+            return pipeline.switched_off
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_reason_of_one_rank_is_all_ranks(run_ranks: Callable[..., Any]) -> None:
+    """Or the others would wait for it in a collective."""
+    why = reasons.HOST_MEMORY(module=MODULE)
+    for said in run_ranks(2, of_one_rank, PEERS):
+        assert why in said
+    for off in run_ranks(2, of_one_rank, replace(PEERS, cuda_graph="iteration-or-dense", uneven_end="ignore")):
+        assert why in off["cuda_graph"]
+        assert off["peer_memory"] == reasons.PEERS_NO_GRAPH()
+
+
+def on_host(ranks: Ranks) -> tuple[dict[str, str], list[str]]:
+    model, optimizer = build(ranks, "TW", sharder=TrimmedEBCSharder(HOT))
+    warned: list[str] = []
+    with (
+        patch.object(dlrm_bench.pipeline.five_stage.switches, "_warn_once", lambda text, *of: warned.append(text % of)),
+        FiveStagePipeline(model, optimizer, ranks.device, PEERS) as pipeline,
+    ):
         drain(pipeline, iter(batches(ranks, 3, fixed=True)))
-        return pipeline.switched_off
+        return pipeline.switched_off, warned
 
 
 def test_a_cpu_has_no_such_graph(run_ranks: Callable[..., Any]) -> None:
-    for said in run_ranks(2, on_host):
-        assert said["cuda_graph"] == reasons.NO_GPU(device="cpu")
-        assert said["peer_memory"] == reasons.PEERS_NO_GRAPH()
+    whys = {"cuda_graph": reasons.NO_GPU(device="cpu"), "peer_memory": reasons.PEERS_NO_GRAPH()}
+    told = [f"{option} is off: {why}" for option, why in whys.items()]
+    for (said, warned), expected in zip(run_ranks(2, on_host), (told, []), strict=True):  # rank 0 for all
+        assert whys.items() <= said.items()
+        assert warned == expected

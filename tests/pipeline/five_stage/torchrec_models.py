@@ -37,7 +37,9 @@ DENSE_FEATURES = 5
 BATCH = 6
 
 TW, CW, TWCW, RW, DP = "table_wise", "column_wise", "table_column_wise", "row_wise", "data_parallel"
+OF_FIRST = "table_wise of rank 0"
 PLANS = {"TW": [TW] * 6, "CW": [CW] * 6, "RW": [RW] * 6, "DP": [DP] * 6, "mixed": [TW, DP, RW, CW, TW, DP]}
+PLANS["TW of rank 0"] = [OF_FIRST] * 6
 WITHOUT_ROWS = {"mixed without RW": [TW, DP, DP, CW, TW, CW], "mixed with TWCW": [TW, DP, TWCW, CW, TWCW, TWCW]}
 
 Kind = Literal["dcn", "dot"]
@@ -148,6 +150,7 @@ def _plan(collection: EmbeddingBagCollection, plan: str, ranks: Ranks) -> Shardi
     for i, (feature, sharding) in enumerate(zip(FEATURES, (PLANS | WITHOUT_ROWS)[plan], strict=True)):
         of_table[f"t_{feature}"] = {
             TW: table_wise(rank=i % world),
+            OF_FIRST: table_wise(rank=0),
             CW: column_wise(ranks=[i % world, (i + 1) % world]),
             TWCW: twcw([i % world, (i + 1) % world]),
             RW: row_wise(),

@@ -16,6 +16,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.peers.exchanges import Peers
 from dlrm_bench.pipeline.five_stage.peers.memory import Lane, PeerMemory
 from dlrm_bench.pipeline.five_stage.trimmed.static_dist import RankGroup
+from tests.pipeline.cpu_graphs import Checked
 
 
 class MappedFiles(PeerMemory):
@@ -45,8 +46,10 @@ class MappedFiles(PeerMemory):
 
 
 def peer_memory_on_cpu(memory: type[PeerMemory] = MappedFiles, why_not: Sequence[str] = ()) -> None:
-    """In this process: there is peer memory; with a reason in `why_not`, there is none."""
+    """In this process: there is peer memory; with a reason in `why_not`, there is none. Graphs replay by running: as a
+    capture, a replay must not need what has not been there before."""
     dlrm_bench.pipeline.five_stage.peers.exchanges.PeerMemory = memory  # type: ignore[misc]
+    dlrm_bench.pipeline.five_stage.peers.exchanges._in_capture = lambda source: Checked.replaying
     dlrm_bench.pipeline.five_stage.switches.why_no_peers = lambda *_: next(iter(why_not), None)
 
 

@@ -16,6 +16,7 @@ from dlrm_bench.pipeline.five_stage.cuda_graph import record
 from dlrm_bench.pipeline.five_stage.peers.exchanges import Peers
 from dlrm_bench.pipeline.five_stage.trimmed.static_dist import AllToAll
 from tests.cases import GPU_PLACES
+from tests.pipeline.cpu_graphs import Checked
 from tests.pipeline.five_stage.peers.memory_on_cpu import module_of, peers_of
 
 LAUNCHES, REPLAYS, LARGE = 6, 300, 1 << 19
@@ -206,15 +207,21 @@ def test_replays_of_late_ranks_read_what_was_sent_in_theirs(run_ranks: Callable[
     assert run_ranks(2, replays, rows, gpu=True) == [(0, REPLAYS + 2)] * 2
 
 
+def capture(work: Callable[[], None], ranks: Ranks) -> None:
+    """On a CPU by running, as a replay does there."""
+    record(work) if ranks.device.type == "cuda" else Checked(work).replay()
+
+
 def captures_first(ranks: Ranks) -> str:
     launch = Launch(ranks, 8)
     with pytest.raises(RuntimeError) as error:
-        record(lambda: launch(0))
+        capture(lambda: launch(0), ranks)
     launch(0)
+    capture(lambda: launch(0), ranks)
     return str(error.value)
 
 
-@pytest.mark.multi_gpu
-def test_a_capture_needs_a_rehearsal(run_ranks: Callable[..., Any]) -> None:
-    for said in run_ranks(2, captures_first, gpu=True):
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.multi_gpu)])
+def test_a_capture_needs_a_rehearsal(run_ranks: Callable[..., Any], gpu: bool) -> None:
+    for said in run_ranks(2, captures_first, gpu=gpu):
         assert said == "ids of module: peer memory has to be allocated before a capture"
