@@ -69,6 +69,7 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "sorted_adagrad": ("sorted_adagrad", EMBEDDING_BACKWARD),
     "_sorted_adagrad_merge_kernel": ("sorted_adagrad", EMBEDDING_BACKWARD),
     "_flat_adam_kernel": ("flat_adam", DENSE_UPDATE),
+    "_step_numbers_kernel": ("flat_adam", DENSE_UPDATE),
     "_flat_adagrad_kernel": ("flat_adagrad", DENSE_UPDATE),
     "_sharded_adagrad_kernel": ("sharded_adagrad", DENSE_UPDATE),
     "sharded_adagrad": ("sharded_adagrad", DENSE_UPDATE),

@@ -1,5 +1,4 @@
-"""Triton's interpreter for tests: with a GPU's rules for NaN and for rounding to eight bits, and in less than half of
-its time.
+"""Triton's interpreter for tests: with a GPU's rules for NaN and for rounding, and in less than half of its time.
 
 The interpreter does much of its work anew for each operation of each program. The parts that take most time are
 replaced, from outside: they are private to Triton, whose version is pinned. Other values stay the same to the bit.
@@ -48,15 +47,17 @@ def _choose_numbers_as_on_gpus(builder: Any) -> None:
 
 
 def _round_as_on_gpus(interpreter: Any) -> None:
-    """Rounds fp32 to e4m3 to the nearest, ties to even, with NaN as NaN; the interpreter truncates. What is too large
-    becomes NaN, as in PyTorch, not the largest number, as on GPUs: a kernel that does not saturate fails."""
+    """Rounds fp32 to bf16 and e4m3 to the nearest, ties to even, with NaN as NaN; the interpreter truncates. What is
+    too large for e4m3 becomes NaN, as in PyTorch, not the largest number, as on GPUs: a kernel that does not saturate
+    fails."""
     convert = interpreter._convert_float
+    formats = {"bf16": (torch.bfloat16, torch.uint16), "fp8e4nv": (torch.float8_e4m3fn, torch.uint8)}
 
     def rounded(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (source.name, target.name) != ("fp32", "fp8e4nv"):
+        if source.name != "fp32" or target.name not in formats:
             return convert(values, source, target, rounding)
-        eight_bits = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
-        return eight_bits.view(torch.uint8).numpy()
+        kind, bits = formats[target.name]
+        return torch.from_numpy(np.ascontiguousarray(values)).to(kind).view(bits).numpy().reshape(values.shape)
 
     interpreter._convert_float = rounded
 

@@ -33,7 +33,7 @@ def larger_kernel(a, b, out):
 
 
 @jit
-def eight_bits_kernel(values, out, count: tl.constexpr):
+def rounding_kernel(values, out, count: tl.constexpr):
     at = tl.arange(0, count)
     tl.store(out + at, tl.load(values + at).to(out.dtype.element_ty))
 
@@ -80,13 +80,17 @@ def test_the_larger_of_nan_and_a_number_is_the_number_as_on_gpus() -> None:
     assert out.item() == 3
 
 
-def test_eight_bits_round_to_the_nearest() -> None:
+@pytest.mark.parametrize(
+    ("kind", "bits"), [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.int16)], ids=["e4m3", "bf16"]
+)
+def test_numbers_round_to_the_nearest(kind: torch.dtype, bits: torch.dtype) -> None:
     """Normal and subnormal numbers, ties among them, zero and NaN."""
     values = torch.cat([torch.linspace(-500, 500, 1001), torch.arange(-20, 20) / 4096, torch.tensor([torch.nan, 0.0])])
+    values = torch.cat([values, 1 + torch.arange(64) / 512, torch.arange(16) * 2.0**-135])
     values = torch.cat([values, torch.randn(2048 - len(values))])
-    out = torch.empty(len(values), dtype=torch.float8_e4m3fn)
-    eight_bits_kernel[(1,)](values, out, len(values))
-    assert torch.equal(out.view(torch.uint8), values.to(torch.float8_e4m3fn).view(torch.uint8))
+    out = torch.empty(len(values), dtype=kind)
+    rounding_kernel[(1,)](values, out, len(values))
+    assert torch.equal(out.view(bits), values.to(kind).view(bits))
 
 
 def test_a_value_knows_its_shape() -> None:

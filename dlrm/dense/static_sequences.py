@@ -158,6 +158,10 @@ class StaticSequences(Protocol):
         """Returns the dense weights (the trained memory itself) by their keys in checkpoints."""
         ...
 
+    def take_weights(self) -> None:
+        """Continues from the values written to `weights`."""
+        ...
+
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """Returns the dense optimizer's state (the trained memory itself) by its keys in checkpoints."""
         ...

@@ -33,9 +33,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        dx, dweight, dbias = (torch.empty_like(of) for of in (x, weight, bias))
-        norm_backward(grads[0].contiguous(), x, weight, bias, None, None, dx, None, dweight, dbias, ctx.eps)
-        return dx, dweight, dbias, None
+        dx, dnorm = torch.empty_like(x), weight.new_empty(2, len(weight))
+        norm_backward(grads[0].contiguous(), x, weight, bias, None, None, dx, None, dnorm, ctx.eps)
+        return dx, dnorm[0], dnorm[1], None
 
 
 class _SwishNorm(torch.autograd.Function):
@@ -50,6 +50,6 @@ class _SwishNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        dx, dweight, dbias = (torch.empty_like(of) for of in (x, weight, bias))
-        swish_norm_backward(grads[0].contiguous(), x, weight, bias, dx, dweight, dbias, ctx.eps)
-        return dx, dweight, dbias, None
+        dx, dnorm = torch.empty_like(x), weight.new_empty(2, len(weight))
+        swish_norm_backward(grads[0].contiguous(), x, weight, bias, dx, dnorm, ctx.eps)
+        return dx, dnorm[0], dnorm[1], None

@@ -1,7 +1,8 @@
 """The small parts of DLRMv4's network, in fp32 or bf16 by their inputs.
 
-Weights are fp32. Products cast weights to the format of the input, as autocast does; norms always compute in fp32.
-Casts are explicit, so that a part gives the same result for all callers.
+Weights are fp32, or those of products already in the format of the input (DenseNetwork.rounded_weights). Products cast
+weights to that format, as autocast does; norms always compute in fp32. Casts are explicit, so that a part gives the
+same result for all callers.
 """
 
 import torch

@@ -19,6 +19,10 @@ _ACTION_STD = 0.1  # action_embedding_init_std of the reference
 class Preprocessor(nn.Module):
     """Maps embeddings and actions to tokens, in fp32 or bf16."""
 
+    _has_bits: Tensor
+    """The bits of each action, bool [8, 3]; of actions with one bit, [3, 3]."""
+    _single_bits: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         columns, hidden, width = config.embedding_dim, config.preprocessor_hidden, config.width
@@ -30,6 +34,9 @@ class Preprocessor(nn.Module):
         self.candidate_action = nn.Parameter(torch.empty(1, len(ACTION_BITS) * config.action_dim))
         self.context_weight = nn.Parameter(torch.empty(CONTEXT_TOKENS, columns, width))
         self.context_bias = nn.Parameter(torch.empty(CONTEXT_TOKENS, width))
+        numbers = torch.arange(1 << len(ACTION_BITS))[:, None]
+        self.register_buffer("_has_bits", (numbers & torch.tensor(ACTION_BITS)) > 0, persistent=False)
+        self.register_buffer("_single_bits", torch.eye(len(ACTION_BITS), dtype=torch.bool), persistent=False)
 
     def init_weights(self, generator: torch.Generator | None) -> None:
         """Fill the weights as the reference does, whose transducer draws those of its MLPs by Xavier's normal law."""
@@ -50,29 +57,26 @@ class Preprocessor(nn.Module):
     def action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
         """Returns the action term of each token, [T + candidates, width]: for T events by their bits, uint8 [T], then
         for the candidates, which share one vector because their action is the label."""
-        chosen = torch.stack(
-            [(bits & bit) > 0 for bit in ACTION_BITS], dim=1
-        )  # a tensor of masks would be copied there
-        history = (chosen[:, :, None] * self.action_embedding).flatten(1)
-        joined = torch.cat([history, self.candidate_action.expand(candidates, -1)])
-        return self.action_mlp(joined.to(dtype))
+        return self._of_actions(self._has_bits[(bits & (len(self._has_bits) - 1)).long()], candidates, dtype)
 
     def distinct_action(self, bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
         """Returns the result of `action`, computed once for each distinct action."""
-        actions = 1 << len(ACTION_BITS)
-        every = self.action(torch.arange(actions, dtype=bits.dtype, device=bits.device), 1, dtype)
+        every, actions = self._of_actions(self._has_bits, 1, dtype), len(self._has_bits)
         own = bits.new_full((candidates,), actions)
         return pick_few(every, torch.cat([bits & (actions - 1), own]).long())
 
     def single_actions(self, dtype: torch.dtype) -> Tensor:
         """Returns the actions' part of tokens of events with one bit each, in the order of ACTION_BITS, then of
         candidates, [len(ACTION_BITS) + 1, width]."""
-        number = torch.arange(len(ACTION_BITS), dtype=torch.uint8, device=self.action_embedding.device)
-        return self.action(torch.ones_like(number) << number, 1, dtype)
+        return self._of_actions(self._single_bits, 1, dtype)
 
-    def context(self, embeddings: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def _of_actions(self, has_bits: Tensor, candidates: int, dtype: torch.dtype) -> Tensor:
+        history = (has_bits[:, :, None] * self.action_embedding).flatten(1)
+        joined = torch.cat([history, self.candidate_action.expand(candidates, -1)])
+        return self.action_mlp(joined.to(dtype))
+
+    def context(self, rows: Tensor) -> Tensor:
         """Returns the tokens of context, [B, CONTEXT_TOKENS, width], each with its own weights, from the embeddings of
-        each table, [B, columns]."""
-        rows = torch.stack(embeddings).to(dtype)
-        product = torch.baddbmm(self.context_bias[:, None].to(dtype), rows, self.context_weight.to(dtype))
+        each table, [CONTEXT_TOKENS, B, columns], in the format that it computes in."""
+        product = torch.baddbmm(self.context_bias[:, None].to(rows.dtype), rows, self.context_weight.to(rows.dtype))
         return product.transpose(0, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.dlrm.dlrmv4.batch import DenseBatch
-from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, ModelConfig, tables
+from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, ModelConfig
 from dlrm_bench.dlrm.dlrmv4.data.limits import POOLS
 from dlrm_bench.dlrm.dlrmv4.data.packed import (
     CANDIDATE,
@@ -87,27 +87,24 @@ def on_device(shape: IdShape, device: torch.device) -> Packed:
     return packed
 
 
+def with_no_item(of_items: Tensor) -> Tensor:
+    """Returns a map of items with NO_ROW at its end, where item NO_ROW finds it."""
+    return torch.cat([of_items, of_items.new_full((1,), NO_ROW)])
+
+
 def write_ids(packed: Packed, artist: Tensor, album: Tensor, ids: Tensor) -> None:
     """Writes the rows that a padded batch names to `ids`, int32 [K], as IdShape lays them out. artist, album: int32 by
-    item, on the device (ItemMaps)."""
-    table, item = packed.samples, packed.item
-    known, at = item >= 0, item.clamp(min=0).long()
-    parts = [item, table[CANDIDATE]]
+    item, on the device (ItemMaps), from `with_no_item`."""
+    table, at = packed.samples, packed.item.long()
+    parts = [packed.item, table[CANDIDATE]]
     for of_item, candidate in ((artist, table[CANDIDATE + 1]), (album, table[CANDIDATE + 2])):
-        parts += [torch.where(known, of_item[at], NO_ROW), candidate]
+        parts += [of_item[at], candidate]
     torch.cat([*parts, table[CONTEXT_ROWS:LABEL].flatten()], out=ids)
 
 
-def rows_of(rows: Tensor, shape: IdShape, config: ModelConfig) -> dict[str, Tensor]:
-    """Returns the rows of each feature, views of those of all ids, [K, columns]."""
-    parts = iter(
-        rows.split([size for _ in EVENT_TABLES for size in (shape.layout.named, shape.samples)] + _of_context(shape))
-    )
-    return {feature: next(parts) for table in tables(config) for feature in table.features}
-
-
-def _of_context(shape: IdShape) -> list[int]:
-    return [shape.samples] * len(CONTEXT_TABLES)
+def has_factor(config: ModelConfig) -> bool:
+    """Whether batches have a factor on attention, whose divisor the host does not know."""
+    return config.attention_scale == "longest"
 
 
 def dense_batch(packed: Packed, tokens: int, config: ModelConfig) -> DenseBatch:
@@ -120,11 +117,11 @@ def dense_batch(packed: Packed, tokens: int, config: ModelConfig) -> DenseBatch:
     event = torch.empty(tokens - OWN_TOKENS * size, dtype=torch.int32, device=device)
     history_events(table[:POOLS], table[END], before, packed.action >> 1, event)  # bits 1, 2, 4
     factor = None
-    if config.attention_scale == "longest":  # kernels divide attention by the maximum length
-        factor = config.max_length / (lengths.max() + OWN_TOKENS).float()
+    if has_factor(config):  # kernels divide attention by the maximum length
+        factor = config.max_length / (lengths.max() + OWN_TOKENS)
     return DenseBatch(
         lengths=lengths,
-        timestamp=packed.timestamp[event.long()],
+        timestamp=packed.timestamp.index_select(0, event),
         action=packed.action,
         query_timestamp=table[QUERY],
         labels=table[LABEL].float(),

@@ -12,16 +12,27 @@ from torch.profiler import record_function
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.data.batch import ALIGNMENT
 from dlrm_bench.dlrm.dense.adam_bucket import AdamBucket
+from dlrm_bench.dlrm.dense.copy_together import copy_together
 from dlrm_bench.dlrm.dense.static_dense import DenseContext
 from dlrm_bench.dlrm.dense.static_sequences import BatchRoom, Needs, Prepared, SequenceBackward
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TABLES, EVENT_TABLES, OWN_TOKENS, Dlrmv4Training, tables
 from dlrm_bench.dlrm.dlrmv4.data.dataset import WindowBatch
 from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, LABEL, Packed, by_items
+from dlrm_bench.dlrm.dlrmv4.embedded import Embedded
 from dlrm_bench.dlrm.dlrmv4.fp8_stu import LayerTallies
 from dlrm_bench.dlrm.dlrmv4.model import seed_dropout
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of
-from dlrm_bench.dlrm.dlrmv4.static_batch import NO_ROW, IdShape, dense_batch, on_device, padded, rows_of, write_ids
+from dlrm_bench.dlrm.dlrmv4.static_batch import (
+    NO_ROW,
+    IdShape,
+    dense_batch,
+    has_factor,
+    on_device,
+    padded,
+    with_no_item,
+    write_ids,
+)
 from dlrm_bench.dlrm.dlrmv4.torchrec import empty_histories, item_maps
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import Stream
@@ -46,13 +57,14 @@ class Dlrmv4Stage:
         network = DenseNetwork(config.model, config.precision)
         network.init_weights(config.seed)
         self.network = network.to(ranks.device)
-        optimizer = config.optimizer
-        adam = AdamOptions(optimizer.adam_betas, optimizer.adam_eps, optimizer.clip_norm)
-        self.bucket = AdamBucket(self.network, adam, ranks)
-        self._artist, self._album = item_maps(config.data, config.model, ranks.device)
         self.tallies = Tallies(LayerTallies.names(config.model.layers) if options.eight_bits else (), ranks.device)
         if options.eight_bits:
             self.network.round_products(self.tallies)
+        optimizer = config.optimizer
+        adam = AdamOptions(optimizer.adam_betas, optimizer.adam_eps, optimizer.clip_norm)
+        rounded = network.rounded_weights(factors=has_factor(config.model)) if config.precision == "bf16" else ()
+        self.bucket = AdamBucket(self.network, adam, ranks, rounded)
+        self._artist, self._album = map(with_no_item, item_maps(config.data, config.model, ranks.device))
         self._losses = torch.zeros(LOSSES_KEPT, device=ranks.device)
         self._launched = torch.zeros(1, dtype=torch.int64, device=ranks.device)
         self._predictions: Tensor | None = None
@@ -116,8 +128,8 @@ class Dlrmv4Stage:
     ) -> SequenceBackward:
         """See StaticSequences."""
         with torch.enable_grad():
-            # Separate leaves: the gradient of a slice would be a tensor of all rows, for each feature.
-            leaves = {name: of.detach().requires_grad_() for name, of in self._rows(batch, rows).items()}
+            # Separate leaves: the gradient of a slice would be a tensor of all rows.
+            leaves = Embedded.in_order(rows, self._samples, self.network.dtype).leaves()
             dense = dense_batch(batch, tokens, self._model)
             logits = self.network.scores(leaves, dense)
             loss = loss_of(logits, dense.labels, self._model)
@@ -129,8 +141,11 @@ class Dlrmv4Stage:
         with context.streams.beside(GUARD) as guarded:
             context.guard.look(losses)
         weights = list(self.bucket.parameters.values())
-        of_all = torch.autograd.grad(loss, [*weights, *leaves.values()])
-        torch.cat(of_all[len(weights) :], out=gradients)
+        of_all = torch.autograd.grad(loss, [*weights, *leaves.flat()])
+        of_rows = Embedded.of(of_all[len(weights) :])
+        into = Embedded.in_order(gradients, self._samples, gradients.dtype)
+        copy_together([*into.tokens, into.context], [*of_rows.tokens, of_rows.context])
+        torch._foreach_add_(list(into.candidates), list(of_rows.candidates))
         return SequenceBackward(list(of_all[: len(weights)]), guarded, losses)
 
     def before_step(self, iteration: int) -> None:
@@ -146,13 +161,10 @@ class Dlrmv4Stage:
         """See StaticSequences."""
         self.network.eval()
         try:
-            return self.network.scores(self._rows(batch, rows), dense_batch(batch, tokens, self._model))
+            embedded = Embedded.in_order(rows, self._samples, self.network.dtype)
+            return self.network.scores(embedded, dense_batch(batch, tokens, self._model))
         finally:
             self.network.train()
-
-    def _rows(self, batch: Packed, rows: Tensor) -> dict[str, Tensor]:
-        layout = batch.layout
-        return rows_of(rows, self._shape(BatchRoom(layout.events, layout.named)), self._model)
 
     def loss(self, step: int) -> Tensor:
         """See StaticSequences."""
@@ -172,11 +184,15 @@ class Dlrmv4Stage:
 
     def memory(self) -> list[Tensor]:
         """See StaticSequences."""
-        return [self.bucket.weights, *self.bucket.state, self._launched, self.tallies.counts]
+        return [*self.bucket.memory(), self._launched, self.tallies.counts]
 
     def weights(self) -> Mapping[str, Tensor]:
         """See StaticSequences."""
-        return {f"dense.{name}": parameter.detach() for name, parameter in self.bucket.parameters.items()}
+        return {f"dense.{name}": weight for name, weight in self.bucket.views.items()}
+
+    def take_weights(self) -> None:
+        """See StaticSequences."""
+        self.bucket.round_weights()
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
         """See StaticSequences: the names of torch.optim.Adam's state after the weight's key."""

@@ -48,6 +48,13 @@ class StuLayer(nn.Module):
         assert self._fused, "fused kernels"
         self._tallies = tallies
 
+    def rounded_weights(self, factors: bool) -> list[str]:
+        """Returns the names of the weights that are used rounded to the tokens' format, and in no other way. factors:
+        whether there are factors of columns."""
+        if self._tallies is not None:
+            return []
+        return ["output_weight"] if factors else ["uvqk_weight", "output_weight"]
+
     def forward(
         self,
         tokens: Tensor,
@@ -55,33 +62,31 @@ class StuLayer(nn.Module):
         length: int,
         candidates: bool = False,
         dropout: Dropout | None = None,
-        factor: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> Tensor:
         """Returns tokens [N, width], or the candidates' tokens only, [B, width].
 
         offsets: sequence b is tokens offsets[b] to offsets[b + 1] - 1, int64 [B + 1]. length: the divisor of
         attention; no sequence is longer. dropout: the masks of fused kernels; plain ones draw from torch's generator.
-        factor: fp32 [], of attention, where the host does not know its divisor; 1 unless given.
+        factors: of the projection's columns, fp32 [4 * inner], from `factors_of_columns`; 1 unless given.
         """
-        uvqk: tuple[Tensor, Tensor] = self.uvqk_weight, self.uvqk_bias
-        if factor is not None:  # attention is linear in its values, and there are fewer weights than values
-            inner = self._inner
-            of_columns = torch.cat([factor.new_ones(inner), factor.expand(inner), factor.new_ones(2 * inner)])
-            uvqk = self.uvqk_weight * of_columns, self.uvqk_bias * of_columns
         if self._fused:
-            options = LayerOptions(self._heads, length, self._recompute, candidates, dropout, self._tallies)
-            return fused_layer(tokens, self._weights(*uvqk), offsets, options)
+            options = LayerOptions(self._heads, length, self._recompute, candidates, dropout, self._tallies, factors)
+            return fused_layer(tokens, self._weights(), offsets, options)
+        uvqk: tuple[Tensor, Tensor] = self.uvqk_weight, self.uvqk_bias
+        if factors is not None:
+            uvqk = self.uvqk_weight * factors, self.uvqk_bias * factors
         layer = self._of_candidates if candidates else self._of_all
         if self._recompute and torch.is_grad_enabled():
             return checkpoint(layer, tokens, uvqk, offsets, length, use_reentrant=False)
         return layer(tokens, uvqk, offsets, length)
 
-    def _weights(self, weight: Tensor, bias: Tensor) -> LayerWeights:
+    def _weights(self) -> LayerWeights:
         return LayerWeights(
             self.norm_weight,
             self.norm_bias,
-            weight,
-            bias,
+            self.uvqk_weight,
+            self.uvqk_bias,
             self.output_norm_weight,
             self.output_norm_bias,
             self.output_weight,
@@ -110,6 +115,14 @@ class StuLayer(nn.Module):
         gated = gate * _norm(attended, self.output_norm_weight, self.output_norm_bias)
         joined = functional.dropout(torch.cat([gate, wide, gated], dim=1), self._dropout, self.training)
         return torch.addmm(tokens, joined.to(tokens.dtype), self.output_weight.to(tokens.dtype))
+
+
+def factors_of_columns(attention: Tensor, inner: int) -> Tensor:
+    """Returns factors of a projection's columns that multiply attention by `attention`, fp32 []: attention is linear in
+    its values, and there are fewer weights than values."""
+    factors = attention.new_ones(4 * inner)
+    factors[inner : 2 * inner].copy_(attention)
+    return factors
 
 
 def _project(normed: Tensor, uvqk: tuple[Tensor, Tensor], columns: slice) -> Tensor:

@@ -13,7 +13,7 @@ from dlrm_bench.kernels.benchmark.timing import Case
 from dlrm_bench.kernels.dense import cross
 from dlrm_bench.kernels.dense._dropout import Dropout
 from dlrm_bench.kernels.dense.column_sums import column_sums
-from dlrm_bench.kernels.dense.flat_adam import AdamOptions, AdamState, flat_adam
+from dlrm_bench.kernels.dense.flat_adam import AdamOptions, AdamState, flat_adam, step_numbers
 from dlrm_bench.kernels.dense.fp8 import E4M3, Fp8
 from dlrm_bench.kernels.dense.gated_norm import gated_norm_backward, gated_norm_forward
 from dlrm_bench.kernels.dense.norm import norm_backward, norm_forward
@@ -53,14 +53,14 @@ def norm_cases() -> Iterator[Case]:
     gradient, and the norm recomputed."""
     for count, end, shape in _counts():
         x, grad, residual = (_tokens(count) for _ in range(3))
-        weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
-        dweight, dbias = torch.empty(2, WIDTH, device="cuda")
-        yield Case("norm_forward", shape, 2 * x.nbytes, partial(norm_forward, x, weight, bias, end, grad, _EPS))
+        weight, bias = torch.randn(2, WIDTH, device="cuda")
+        given = x, weight, bias, end
+        yield Case("norm_forward", shape, 2 * x.nbytes, partial(norm_forward, *given, grad, _EPS, True))
         for tallied in (False, True):
             name, out8 = f"{shape}, e4m3{' tallied' * tallied}", _in_eight_bits(count, WIDTH, tallied)
-            yield Case("norm_forward", name, 1.5 * x.nbytes, partial(norm_forward, x, weight, bias, end, out8, _EPS))
-        out = torch.empty_like(x)
-        backward = partial(norm_backward, grad, x, weight, bias, end, residual, out, grad, dweight, dbias, _EPS)
+            yield Case("norm_forward", name, 1.5 * x.nbytes, partial(norm_forward, *given, out8, _EPS, True))
+        out, dnorm = torch.empty_like(x), torch.empty(2, WIDTH, device="cuda")
+        backward = partial(norm_backward, grad, *given, residual, out, grad, dnorm, _EPS, True)
         yield Case("norm_backward", shape, 5 * x.nbytes, backward)
 
 
@@ -68,10 +68,10 @@ def swish_norm_cases() -> Iterator[Case]:
     """Yields hidden rows of distinct events: 50 per sample, and 200 if samples are spread over eight ranks."""
     for count in (51_200, 204_800):
         x, grad, out = (_tokens(count, _HIDDEN) for _ in range(3))
-        (weight, bias), (dweight, dbias) = torch.randn(2, 2, _HIDDEN, device="cuda")
+        (weight, bias), dnorm = torch.randn(2, 2, _HIDDEN, device="cuda")
         shape = f"[{count}, {_HIDDEN}]"
         yield Case("swish_norm_forward", shape, 2 * x.nbytes, partial(swish_norm_forward, x, weight, bias, out, _EPS))
-        backward = partial(swish_norm_backward, grad, x, weight, bias, out, dweight, dbias, _EPS)
+        backward = partial(swish_norm_backward, grad, x, weight, bias, out, dnorm, _EPS)
         yield Case("swish_norm_backward", shape, 3 * x.nbytes, backward)
 
 
@@ -82,10 +82,9 @@ def gated_norm_cases() -> Iterator[Case]:
             _tokens(count, columns) for columns in (4 * WIDTH, 4 * WIDTH, WIDTH, WIDTH)
         )
         joined = _tokens(count, 3 * WIDTH)
-        weight, bias = torch.randn(2, WIDTH, device="cuda").bfloat16()
-        dweight, dbias = torch.empty(2, WIDTH, device="cuda")
+        (weight, bias), dnorm = torch.randn(2, 2, WIDTH, device="cuda")
         given = projected[:, :WIDTH], attended, weight, bias, end
-        of_given = of_projected[:, :WIDTH], of_attended, dweight, dbias
+        of_given = of_projected[:, :WIDTH], of_attended, dnorm
         for dropout in (None, _dropout(0.1)):
             name = shape + (", dropout" if dropout else "")
             forward = partial(gated_norm_forward, *given, dropout, joined, _EPS)
@@ -167,7 +166,7 @@ def zero_tail_cases() -> Iterator[Case]:
     for share in (0.95, 1.0):
         end = torch.tensor([int(len(out) * share)], device="cuda")
         empty = (len(out) - int(end)) * 2 * WIDTH
-        yield Case("zero_tail", f"{len(out)} tokens, {share:.0%} full", empty, partial(zero_tail, out, end))
+        yield Case("zero_tail", f"{len(out)} tokens, {share:.0%} full", empty, partial(zero_tail, [out], end))
 
 
 def column_sums_cases() -> Iterator[Case]:
@@ -178,7 +177,8 @@ def column_sums_cases() -> Iterator[Case]:
 
 
 def flat_adam_cases() -> Iterator[Case]:
-    """Yields the update of DLRMv4's dense weights; its norm reads the gradient a second time."""
+    """Yields the update of DLRMv4's dense weights, whose norm reads the gradient a second time, and the numbers that it
+    makes of the norm."""
     count = 15_200_000
     weights, mean, square, gradient = torch.rand(4, count, device="cuda").unbind()
     state = AdamState(torch.zeros(1, device="cuda"), mean, square)
@@ -186,3 +186,7 @@ def flat_adam_cases() -> Iterator[Case]:
     rate, options = torch.full((1,), 1e-6, device="cuda"), AdamOptions((0.95, 0.999), 1e-8, 1.0)
     update = partial(flat_adam, weights, state, gradient, 2, rate, options, watch)
     yield Case("flat_adam", f"[{count}], fp32", 32 * count, update)
+    update = partial(update, torch.empty(count, dtype=torch.bfloat16, device="cuda"))
+    yield Case("flat_adam", f"[{count}], fp32 and bf16", 34 * count, update)
+    numbers = partial(step_numbers, gradient[0], state.step, 2, rate, options, watch.stopped)
+    yield Case("step_numbers", "two betas", 64, numbers)

@@ -28,11 +28,16 @@ from dlrm_bench.kernels.dense._eight_bits import (
 from dlrm_bench.kernels.dense.fp8 import Fp8
 from dlrm_bench.kernels.dense.norm import (
     add_up,
+    affine,
+    affine_of,
+    check_sums,
+    end_of,
     normalize,
     normalized,
     of_normalized,
     programs,
     through_normalize,
+    tokens_before,
     within,
 )
 
@@ -67,10 +72,10 @@ class GatedNormForward(NamedTuple):
     """bf16 or fp32 [N, W], any row stride, W a power of two; likewise `a`. All have one dtype."""
     a: Tensor
     weight: Tensor
-    """[W], the norm's; likewise `bias`."""
+    """[W], the norm's, of any dtype, and first rounded to u's; likewise `bias`."""
     bias: Tensor
-    end: Tensor
-    """int32 or int64 [1], on the device."""
+    end: Tensor | None
+    """int32 or int64 [1], on the device; None for all rows."""
     dropout: Dropout | None
     out: Tensor | Fp8
     """[N, 3 * W], contiguous, of u's dtype or in e4m3."""
@@ -85,8 +90,9 @@ class GatedNormForward(NamedTuple):
         """Computes `out` in PyTorch."""
         inside = within(self.u, self.end)
         x_hat, _ = normalized(torch.where(inside, self.a, 0), self.eps)
+        weight, bias = affine(self.weight, self.bias, self.u.dtype)
         s = functional.silu(self.u.to(x_hat.dtype))
-        joined = torch.cat([s, self.a.to(s.dtype), s * (x_hat * self.weight + self.bias)], dim=1)
+        joined = torch.cat([s, self.a.to(s.dtype), s * (x_hat * weight + bias)], dim=1)
         take(self.out, torch.where(inside, joined * gated_norm_factors(self.dropout, self.u), 0))
 
     def triton(self) -> None:
@@ -94,8 +100,8 @@ class GatedNormForward(NamedTuple):
         u, a, weight, bias, end, dropout, out, eps = self
         rows, width = u.shape
         _gated_norm_forward_kernel[(programs(rows, _ROWS),)](
-            u, a, weight, bias, end, *output_of(out), u.stride(0), a.stride(0), rows, eps,
-            *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
+            u, a, weight, bias, *end_of(end, u), *output_of(out), u.stride(0), a.stride(0), rows, eps,
+            *_dropout(dropout, weight), width, _ROWS, num_warps=_NUM_WARPS,
         )  # fmt: skip
 
 
@@ -112,21 +118,20 @@ class GatedNormBackward(NamedTuple):
     a: Tensor
     weight: Tensor
     bias: Tensor
-    end: Tensor
+    end: Tensor | None
     dropout: Dropout | None
     du: Tensor
     """Like u, any row stride; likewise `da`."""
     da: Tensor
-    dweight: Tensor
-    """fp32 [W]; likewise `dbias`."""
-    dbias: Tensor
+    dnorm: Tensor
+    """fp32 [2, W]: the gradients of weight and bias."""
     eps: float
 
     def launch(self) -> None:
         """Checks the arguments and computes the gradients."""
         _check(self.u, self.a, self.grad)
         _check(self.du, self.da, self.grad)
-        assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
+        check_sums(self.dnorm, self.u.shape[1])
         (self.triton if self.u.is_cuda else self.plain)()
 
     def plain(self) -> None:
@@ -135,31 +140,33 @@ class GatedNormBackward(NamedTuple):
         x_hat, factor = normalized(torch.where(inside, self.a, 0), self.eps)
         wide = torch.where(inside, self.u, 0).to(x_hat.dtype)
         sigmoid = wide.sigmoid()
-        s, normed = wide * sigmoid, x_hat * self.weight + self.bias
+        weight, bias = affine(self.weight, self.bias, self.u.dtype)
+        s, normed = wide * sigmoid, x_hat * weight + bias
         factors = gated_norm_factors(self.dropout, self.u)
         of_s, of_a, of_gated = (torch.where(inside, self.grad, 0) * factors).chunk(3, dim=1)
         joined = torch.cat([s, torch.where(inside, self.a, 0).to(s.dtype), s * normed], dim=1)
         of_normed = of_gated * s
-        self.dweight.copy_((of_normed * x_hat).sum(0))
-        self.dbias.copy_(of_normed.sum(0))
+        self.dnorm[0].copy_((of_normed * x_hat).sum(0))
+        self.dnorm[1].copy_(of_normed.sum(0))
         self.du.copy_((of_s + of_gated * normed) * (sigmoid + s * (1 - sigmoid)))
-        self.da.copy_(torch.where(inside, of_a + of_normalized(of_normed * self.weight, x_hat, factor), 0))
+        self.da.copy_(torch.where(inside, of_a + of_normalized(of_normed * weight, x_hat, factor), 0))
         self.grad.copy_(torch.where(inside, joined * factors, 0))
 
     def triton(self) -> None:
         """Computes the gradients in one kernel, and adds up its partial sums."""
-        grad, u, a, weight, bias, end, dropout, du, da, dweight, dbias, eps = self
+        grad, u, a, weight, bias, end, dropout, du, da, dnorm, eps = self
         rows, width = u.shape
         partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=u.device)
         _gated_norm_backward_kernel[(partials.shape[1],)](
-            grad, u, a, weight, bias, end, du, da, *partials, *(of.stride(0) for of in (u, a, du, da)), rows, eps,
-            *_dropout(dropout, end), width, _ROWS, num_warps=_NUM_WARPS,
+            grad, u, a, weight, bias, *end_of(end, u), du, da, *partials, *(of.stride(0) for of in (u, a, du, da)),
+            rows, eps, *_dropout(dropout, weight), width, _ROWS, num_warps=_NUM_WARPS,
         )  # fmt: skip
-        add_up(partials, dweight, dbias)
+        add_up(partials, dnorm)
 
 
-def _dropout(dropout: Dropout | None, end: Tensor) -> tuple[object, ...]:
-    seed, stream = (end, 0) if dropout is None else (dropout.seed, dropout.stream)
+def _dropout(dropout: Dropout | None, some: Tensor) -> tuple[object, ...]:
+    """Returns a kernel's arguments; `some` memory, which is not empty, stands for the seed that nothing uses."""
+    seed, stream = (some, 0) if dropout is None else (dropout.seed, dropout.stream)
     return seed, stream, threshold_of(dropout), scale_of(dropout)
 
 
@@ -194,13 +201,13 @@ def _store_joined(out, row, s, a, gated, stored, width: tl.constexpr, eight_bits
 
 @jit
 def _gated_norm_forward_kernel(
-    u, a, weight, bias, end, out, tally, eight_bits: tl.constexpr, counts: tl.constexpr, u_row, a_row, rows, eps,
-    seeds, stream, threshold: tl.constexpr, kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    u, a, weight, bias, end, whole: tl.constexpr, out, tally, eight_bits: tl.constexpr, counts: tl.constexpr,
+    u_row, a_row, rows, eps, seeds, stream, threshold: tl.constexpr, kept: tl.constexpr,
+    width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
-    scale = tl.load(weight + column).to(tl.float32)[None, :]
-    shift = tl.load(bias + column).to(tl.float32)[None, :]
-    tokens, seed = tl.minimum(tl.load(end), rows), tl.load(seeds)
+    scale, shift = affine_of(weight, bias, column, u.dtype.element_ty)
+    tokens, seed = tokens_before(end, rows, whole), tl.load(seeds)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
@@ -223,18 +230,17 @@ def _gated_norm_forward_kernel(
 
 @jit
 def _gated_norm_backward_kernel(
-    grad, u, a, weight, bias, end, du, da, dweights, dbiases, u_row, a_row, du_row, da_row, rows, eps, seeds,
-    stream, threshold: tl.constexpr, kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    grad, u, a, weight, bias, end, whole: tl.constexpr, du, da, dweights, dbiases, u_row, a_row, du_row, da_row,
+    rows, eps, seeds, stream, threshold: tl.constexpr, kept: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
-    scale = tl.load(weight + column).to(tl.float32)[None, :]
-    shift = tl.load(bias + column).to(tl.float32)[None, :]
+    scale, shift = affine_of(weight, bias, column, u.dtype.element_ty)
     dweight, dbias = tl.zeros([width], tl.float32), tl.zeros([width], tl.float32)
-    total, seed = tl.minimum(tl.load(end), rows), tl.load(seeds)
+    tokens, seed = tokens_before(end, rows, whole), tl.load(seeds)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
-        inside, stored = (row < total)[:, None], (row < rows)[:, None]
+        inside, stored = (row < tokens)[:, None], (row < rows)[:, None]
         at = row.to(tl.int64)[:, None]
         gate = tl.load(u + at * u_row + column[None, :], inside, other=0.0).to(tl.float32)
         attended = tl.load(a + at * a_row + column[None, :], inside, other=0.0).to(tl.float32)

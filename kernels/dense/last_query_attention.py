@@ -74,8 +74,7 @@ def last_query_attention_backward(
     assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape, "gradients are shaped like inputs"
     backward = triton_last_query_attention_backward if q.is_cuda else plain_last_query_attention_backward
     backward(grad, q, k, v, sequences, dq, dk, dv)
-    for of in (dk, dv):
-        zero_tail(of.flatten(1), sequences.offsets[-1:])
+    zero_tail([of.flatten(1) for of in (dk, dv)], sequences.offsets[-1:])
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sequences: Jagged) -> None:

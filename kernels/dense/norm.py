@@ -34,12 +34,15 @@ def programs(rows: int, tile: int) -> int:
     return min(PROGRAMS, next_power_of_2(max(1, cdiv(rows, tile))))
 
 
-def add_up(partials: Tensor, dweight: Tensor, dbias: Tensor) -> None:
-    """Stores the sums of partial sums, fp32 [2, rows, W], in dweight and dbias. PyTorch's sum has a fixed order and
-    runs more programs here than `column_sums`, which suits fewer rows."""
-    sums = partials.sum(1)
-    dweight.copy_(sums[0])
-    dbias.copy_(sums[1])
+def add_up(partials: Tensor, dnorm: Tensor) -> None:
+    """Stores the sums of partial sums, fp32 [2, rows, W], in dnorm. PyTorch's sum has a fixed order and runs more
+    programs here than `column_sums`, which suits fewer rows."""
+    torch.sum(partials, 1, out=dnorm)
+
+
+def check_sums(dnorm: Tensor, width: int) -> None:
+    """Asserts the form of gradients of weight and bias."""
+    assert dnorm.shape == (2, width) and dnorm.dtype == torch.float32, "gradients of weight and bias: fp32 [2, W]"
 
 
 def check_rows(x: Tensor, *others: Tensor) -> None:
@@ -66,6 +69,11 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return centred * factor, factor
 
 
+def affine(weight: Tensor, bias: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Returns a norm's weight and bias, rounded to `dtype` if it is given."""
+    return (weight, bias) if dtype is None else (weight.to(dtype), bias.to(dtype))
+
+
 def of_normalized(grad: Tensor, x_hat: Tensor, factor: Tensor) -> Tensor:
     """Returns the gradient of x, given `grad`, the gradient of x_hat; x_hat and factor: from `normalized`."""
     return factor * (grad - grad.mean(1, keepdim=True) - x_hat * (grad * x_hat).mean(1, keepdim=True))
@@ -84,6 +92,8 @@ class NormForward(NamedTuple):
     out: Tensor | Fp8
     """Like x, or in e4m3."""
     eps: float
+    rounds: bool = False
+    """Whether weight and bias are first rounded to x's dtype."""
 
     def launch(self) -> None:
         """Checks the arguments and computes `out`."""
@@ -95,14 +105,15 @@ class NormForward(NamedTuple):
     def plain(self) -> None:
         """Computes `out` in PyTorch."""
         x_hat, _ = normalized(self.x, self.eps)
-        take(self.out, torch.where(within(self.x, self.end), x_hat * self.weight + self.bias, 0))
+        weight, bias = affine(self.weight, self.bias, self.x.dtype if self.rounds else None)
+        take(self.out, torch.where(within(self.x, self.end), x_hat * weight + bias, 0))
 
     def triton(self) -> None:
         """Computes `out` in one kernel."""
-        x, weight, bias, end, out, eps = self
+        x, weight, bias, end, out, eps, rounds = self
         rows, width = x.shape
         _norm_forward_kernel[(programs(rows, _ROWS),)](
-            x, weight, bias, *_end(end, x), *output_of(out), rows, eps, width, _ROWS, num_warps=1
+            x, weight, bias, *end_of(end, x), *output_of(out), rows, eps, rounds, width, _ROWS, num_warps=1
         )
 
 
@@ -121,51 +132,62 @@ class NormBackward(NamedTuple):
     """May be grad or residual."""
     normed: Tensor | None
     """Receives NormForward's output, recomputed, if given; may be grad or residual."""
-    dweight: Tensor
-    """fp32 [W]; likewise `dbias`."""
-    dbias: Tensor
+    dnorm: Tensor
+    """fp32 [2, W]: the gradients of weight and bias, also where these are rounded."""
     eps: float
+    rounds: bool = False
 
     def launch(self) -> None:
         """Checks the arguments and computes the gradients."""
         check_rows(self.x, *(of for of in (self.grad, self.residual, self.dx, self.normed) if of is not None))
-        assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
+        check_sums(self.dnorm, self.x.shape[1])
         (self.triton if self.x.is_cuda else self.plain)()
 
     def plain(self) -> None:
         """Computes the gradients in PyTorch."""
         inside = within(self.x, self.end)
         x_hat, factor = normalized(torch.where(inside, self.x, 0), self.eps)
+        weight, bias = affine(self.weight, self.bias, self.x.dtype if self.rounds else None)
         wide = torch.where(inside, self.grad, 0).to(x_hat.dtype)
-        self.dweight.copy_((wide * x_hat).sum(0))
-        self.dbias.copy_(wide.sum(0))
-        of_x = of_normalized(wide * self.weight, x_hat, factor)
+        self.dnorm[0].copy_((wide * x_hat).sum(0))
+        self.dnorm[1].copy_(wide.sum(0))
+        of_x = of_normalized(wide * weight, x_hat, factor)
         if self.residual is not None:
             of_x += self.residual
         self.dx.copy_(torch.where(inside, of_x, 0))
         if self.normed is not None:
-            self.normed.copy_(torch.where(inside, x_hat * self.weight + self.bias, 0))
+            self.normed.copy_(torch.where(inside, x_hat * weight + bias, 0))
 
     def triton(self) -> None:
         """Computes the gradients in one kernel, and adds up its partial sums."""
-        grad, x, weight, bias, end, residual, dx, normed, dweight, dbias, eps = self
+        grad, x, weight, bias, end, residual, dx, normed, dnorm, eps, rounds = self
         rows, width = x.shape
         partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
         _norm_backward_kernel[(partials.shape[1],)](
-            grad, x, weight, bias, *_end(end, x), x if residual is None else residual, dx,
+            grad, x, weight, bias, *end_of(end, x), x if residual is None else residual, dx,
             x if normed is None else normed, *partials, rows, eps, residual is not None, normed is not None,
-            width, _ROWS, num_warps=1,
+            rounds, width, _ROWS, num_warps=1,
         )  # fmt: skip
-        add_up(partials, dweight, dbias)
+        add_up(partials, dnorm)
 
 
-def _end(end: Tensor | None, x: Tensor) -> tuple[Tensor, bool]:
+def end_of(end: Tensor | None, x: Tensor) -> tuple[Tensor, bool]:
+    """Returns a kernel's arguments `end` and `whole` (whether all rows count)."""
     return (x, True) if end is None else (end, False)
 
 
 @jit
-def _total(end, rows, whole: tl.constexpr):
+def tokens_before(end, rows, whole: tl.constexpr):
+    """Returns the number of rows that count."""
     return rows if whole else tl.minimum(tl.load(end), rows)
+
+
+@jit
+def affine_of(weight, bias, column, kind: tl.constexpr):
+    """Returns weight and bias, rounded to a format `kind`, fp32 [1, width]."""
+    scale = tl.load(weight + column).to(kind).to(tl.float32)
+    shift = tl.load(bias + column).to(kind).to(tl.float32)
+    return scale[None, :], shift[None, :]
 
 
 norm_forward = function(NormForward, NormForward.launch)
@@ -194,12 +216,11 @@ def through_normalize(grad, x_hat, factor, width: tl.constexpr):
 @jit
 def _norm_forward_kernel(
     x, weight, bias, end, whole: tl.constexpr, out, tally, eight_bits: tl.constexpr, counts: tl.constexpr, rows, eps,
-    width: tl.constexpr, tile: tl.constexpr,
+    rounds: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
-    scale = tl.load(weight + column).to(tl.float32)[None, :]
-    shift = tl.load(bias + column).to(tl.float32)[None, :]
-    tokens = _total(end, rows, whole)
+    scale, shift = affine_of(weight, bias, column, x.dtype.element_ty if rounds else tl.float32)
+    tokens = tokens_before(end, rows, whole)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
@@ -218,17 +239,16 @@ def _norm_forward_kernel(
 @jit
 def _norm_backward_kernel(
     grad, x, weight, bias, end, whole: tl.constexpr, residual, dx, normed, dweights, dbiases, rows, eps,
-    add: tl.constexpr, again: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    add: tl.constexpr, again: tl.constexpr, rounds: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, width)
-    scale = tl.load(weight + column).to(tl.float32)[None, :]
-    shift = tl.load(bias + column).to(tl.float32)[None, :]
+    scale, shift = affine_of(weight, bias, column, x.dtype.element_ty if rounds else tl.float32)
     dweight, dbias = tl.zeros([width], tl.float32), tl.zeros([width], tl.float32)
-    total = _total(end, rows, whole)
+    tokens = tokens_before(end, rows, whole)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
-        inside, stored = (row < total)[:, None], (row < rows)[:, None]
+        inside, stored = (row < tokens)[:, None], (row < rows)[:, None]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
         x_hat, factor = normalize(tl.load(x + at, inside, other=0.0).to(tl.float32), eps, width)
         of_normed = tl.load(grad + at, inside, other=0.0).to(tl.float32)

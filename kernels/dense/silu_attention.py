@@ -63,7 +63,7 @@ def silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
     if q.is_cuda:
         forward = cuda_silu_attention_forward if applies(q, k, v, out) else triton_silu_attention_forward
     forward(q, k, v, sequences, out)
-    zero_tail(out.flatten(1), sequences.offsets[-1:])
+    zero_tail([out.flatten(1)], sequences.offsets[-1:])
 
 
 def silu_attention_backward(
@@ -80,8 +80,7 @@ def silu_attention_backward(
         on_hopper = applies(grad, q, k, v, dq, dk, dv)
         backward = cuda_silu_attention_backward if on_hopper else triton_silu_attention_backward
     backward(grad, q, k, v, sequences, dq, dk, dv)
-    for of in (dq, dk, dv):
-        zero_tail(of.flatten(1), sequences.offsets[-1:])
+    zero_tail([of.flatten(1) for of in (dq, dk, dv)], sequences.offsets[-1:])
 
 
 def applies(*tensors: Tensor) -> bool:

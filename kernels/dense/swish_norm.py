@@ -11,7 +11,9 @@ from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import jit, tl
 from dlrm_bench.kernels.dense.norm import (
     add_up,
+    affine_of,
     check_rows,
+    check_sums,
     normalize,
     normalized,
     of_normalized,
@@ -58,15 +60,14 @@ class SwishNormBackward(NamedTuple):
     weight: Tensor
     bias: Tensor
     dx: Tensor
-    dweight: Tensor
-    """fp32 [W]; likewise `dbias`."""
-    dbias: Tensor
+    dnorm: Tensor
+    """fp32 [2, W]: the gradients of weight and bias."""
     eps: float
 
     def launch(self) -> None:
         """Checks the arguments and computes the gradients."""
         check_rows(self.x, self.grad, self.dx)
-        assert self.dweight.dtype == self.dbias.dtype == torch.float32, "gradients of weight and bias: fp32"
+        check_sums(self.dnorm, self.x.shape[1])
         (self.triton if self.x.is_cuda else self.plain)()
 
     def plain(self) -> None:
@@ -75,19 +76,19 @@ class SwishNormBackward(NamedTuple):
         sigmoid = (x_hat * self.weight + self.bias).sigmoid()
         wide = self.grad.to(x_hat.dtype)
         of_normed = wide * self.x * sigmoid * (1 - sigmoid)
-        self.dweight.copy_((of_normed * x_hat).sum(0))
-        self.dbias.copy_(of_normed.sum(0))
+        self.dnorm[0].copy_((of_normed * x_hat).sum(0))
+        self.dnorm[1].copy_(of_normed.sum(0))
         self.dx.copy_(wide * sigmoid + of_normalized(of_normed * self.weight, x_hat, factor))
 
     def triton(self) -> None:
         """Computes the gradients in one kernel, and adds up its partial sums."""
-        grad, x, weight, bias, dx, dweight, dbias, eps = self
+        grad, x, weight, bias, dx, dnorm, eps = self
         rows, width = x.shape
         partials = torch.empty(2, programs(rows, _ROWS), width, dtype=torch.float32, device=x.device)
         _swish_norm_backward_kernel[(partials.shape[1],)](
             grad, x, weight, bias, dx, *partials, rows, eps, width, _ROWS, num_warps=1
         )
-        add_up(partials, dweight, dbias)
+        add_up(partials, dnorm)
 
 
 swish_norm_forward = function(SwishNormForward, SwishNormForward.launch)
@@ -101,8 +102,7 @@ triton_swish_norm_backward = function(SwishNormBackward, SwishNormBackward.trito
 @jit
 def _swish_norm_forward_kernel(x, weight, bias, out, rows, eps, width: tl.constexpr, tile: tl.constexpr):
     column = tl.arange(0, width)
-    scale = tl.load(weight + column).to(tl.float32)[None, :]
-    shift = tl.load(bias + column).to(tl.float32)[None, :]
+    scale, shift = affine_of(weight, bias, column, tl.float32)
     first = tl.program_id(0) * tile
     while first < rows:
         row = first + tl.arange(0, tile)
@@ -119,8 +119,7 @@ def _swish_norm_backward_kernel(
     grad, x, weight, bias, dx, dweights, dbiases, rows, eps, width: tl.constexpr, tile: tl.constexpr
 ):
     column = tl.arange(0, width)
-    scale = tl.load(weight + column).to(tl.float32)[None, :]
-    shift = tl.load(bias + column).to(tl.float32)[None, :]
+    scale, shift = affine_of(weight, bias, column, tl.float32)
     dweight, dbias = tl.zeros([width], tl.float32), tl.zeros([width], tl.float32)
     first = tl.program_id(0) * tile
     while first < rows:

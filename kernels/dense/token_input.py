@@ -159,7 +159,7 @@ class TokenInputForward(NamedTuple):
     def triton(self) -> None:
         """Computes `out` and `rows` in two kernels: one for tokens, one for the padding."""
         events, context, position, time, places, factor, dropout, out, rows = self
-        zero_tail(out, places.offsets[-1:])
+        zero_tail([out], places.offsets[-1:])
         samples, width = len(context), out.shape[1]
         _token_input_forward_kernel[_grid(places, samples, width)](
             events, context, position, time, *places[:4], out, *rows, len(events) - samples, len(time), len(position),

@@ -246,5 +246,6 @@ class StaticSequencesPipeline:
 
     def take_blocks(self, blocks: StateBlocks) -> None:
         """See dlrm_bench.pipeline.interface.Pipeline: the blocks are the memory that is trained."""
+        self.dense.take_weights()
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize()

@@ -38,14 +38,15 @@ def int32(*shape: int) -> torch.Tensor:
 def layers(tokens: int) -> None:
     """Launches what a layer does over these tokens, forward and backward."""
     x, weight, end = torch.zeros(tokens, WIDTH), torch.zeros(WIDTH), OFFSETS[-1:]
+    dnorm = torch.zeros(2, WIDTH)
     norm.triton_norm_forward(x, weight, weight, end, x, 1e-6)
-    norm.triton_norm_backward(x, x, weight, weight, end, x, x, x, weight, weight, 1e-6)
+    norm.triton_norm_backward(x, x, weight, weight, end, x, x, x, dnorm, 1e-6)
     joined = torch.zeros(tokens, 3 * WIDTH)
     x8, joined8 = (Fp8(torch.empty_like(of, dtype=E4M3), 8.0, TALLY) for of in (x, joined))
     norm.triton_norm_forward(x, weight, weight, end, x8, 1e-6)
     gated_norm.triton_gated_norm_forward(x, x, weight, weight, end, DROPOUT, joined8, 1e-6)
     gated_norm.triton_gated_norm_forward(x, x, weight, weight, end, DROPOUT, joined, 1e-6)
-    gated_norm.triton_gated_norm_backward(joined, x, x, weight, weight, end, DROPOUT, x, x, weight, weight, 1e-6)
+    gated_norm.triton_gated_norm_backward(joined, x, x, weight, weight, end, DROPOUT, x, x, dnorm, 1e-6)
     q = k = v = out = x.unflatten(1, (1, WIDTH))
     sequences = silu_attention.Sequences(OFFSETS, torch.ones_like(OFFSETS[1:]), LONGEST)
     silu_attention.triton_silu_attention_forward(q, k, v, sequences, out)
@@ -53,7 +54,7 @@ def layers(tokens: int) -> None:
     jagged, last = last_query_attention.Jagged(OFFSETS, LONGEST), torch.zeros(SAMPLES, 1, WIDTH)
     last_query_attention.triton_last_query_attention_forward(last, k, v, jagged, last)
     last_query_attention.triton_last_query_attention_backward(last, last, k, v, jagged, last, k, v)
-    zero_tail.triton_zero_tail(x, end)
+    zero_tail.triton_zero_tail([x], end)
 
 
 def first_input(tokens: int) -> None:

@@ -32,7 +32,7 @@ def update(ranks: Ranks) -> tuple[list[Tensor], dict[str, dict[str, Tensor]]]:
     watch = Watch(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
     for step in range(STEPS):
         bucket.update([of.to(ranks.device) for of in gradients(module, ranks.rank, step)], rate, watch)
-    assert all(tensor.isfinite().all() for tensor in bucket.tensors())
+    assert all(tensor.isfinite().all() for tensor in bucket.memory())
     return [weight.detach() for weight in module.parameters()], bucket.state_views()
 
 
@@ -52,3 +52,38 @@ def test_equals_torch_adam(run_ranks: Callable[..., list[Any]], world_size: int)
             assert state[name].keys() == adam.state[parameter].keys()
             for kind, value in adam.state[parameter].items():
                 torch.testing.assert_close(state[name][kind].view_as(value), value, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_in_bf16_are_the_rounded_weights() -> None:
+    """Of a bucket that gets the gradients of one in fp32 alone, some in bf16; also of weights that were written to, and
+    unchanged where a flag stops an update."""
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    rate, options = torch.full((1,), 0.1), AdamOptions((0.95, 0.999), 1e-8, 1.0)
+    watch = Watch(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    modules, names = (made(), made()), ("0.weight", "1.bias")
+    bucket, exact = AdamBucket(modules[0], options, ranks, names), AdamBucket(modules[1], options, ranks)
+    assert len(bucket.memory()) == len(exact.memory()) + 1
+
+    def check() -> None:
+        assert torch.equal(bucket.weights, exact.weights)
+        for name, parameter in modules[0].named_parameters():
+            kind = torch.bfloat16 if name in names else torch.float32
+            assert parameter.dtype == bucket.parameters[name].dtype == kind
+            assert torch.equal(parameter, bucket.views[name].to(kind))
+
+    check()
+    before = bucket.weights.clone()
+    for step in range(STEPS):
+        of_all = zip(bucket.parameters.values(), gradients(modules[0], 0, step), strict=True)
+        given = [gradient.to(parameter.dtype) for parameter, gradient in of_all]
+        bucket.update(given, rate, watch)
+        exact.update([gradient.float() for gradient in given], rate, watch)
+        check()
+    assert not torch.equal(before, bucket.weights)
+    for each in (bucket, exact):
+        each.views["0.weight"].mul_(3.1)
+        each.round_weights()
+    check()
+    watch.stopped.fill_(1)
+    bucket.update(given, rate, watch)
+    check()

@@ -17,7 +17,7 @@ from dlrm_bench.dlrm.config import Precision
 from dlrm_bench.dlrm.dlrmv4.batch import Batch, batch_of
 from dlrm_bench.dlrm.dlrmv4.config import CONTEXT_TOKENS, Kernels, LastLayer, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
-from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, loss_of, time_features
+from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork, Postprocessor, loss_of, time_features
 from dlrm_bench.dlrm.dlrmv4.reference import open_checkout
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 from dlrm_bench.dlrm.dlrmv4.sequences import offsets_of
@@ -334,6 +334,13 @@ def test_time_features_go_round_in_a_day_and_a_week() -> None:
     hour, day = 2 * 3.14 * torch.tensor([0, 6, 0, 18]) / 24, 2 * 3.14 * torch.tensor([0, 0, 0, 3]) / 7
     expected = torch.stack([hour.cos(), hour.sin(), day.cos(), day.sin()], dim=1)
     torch.testing.assert_close(time_features(seconds), expected)
+
+
+def test_time_features_are_looked_up_to_the_bit() -> None:
+    """Beside the ends of hours, and where fp32 has no odd numbers."""
+    ends = 3600 * torch.arange(7300)
+    seconds = torch.cat([ends + beside for beside in (-1, 0, 1, 1801)]).clamp(min=0).int()
+    assert torch.equal(Postprocessor(SMALL).time_features(seconds), time_features(seconds))
 
 
 @pytest.mark.gpu

@@ -14,9 +14,18 @@ from dlrm_bench.dlrm.dlrmv4.config import OWN_TOKENS, ModelConfig, tables
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.packed import Packed, by_items, events_of
+from dlrm_bench.dlrm.dlrmv4.embedded import Embedded
 from dlrm_bench.dlrm.dlrmv4.model import Dlrmv4Train
 from dlrm_bench.dlrm.dlrmv4.network import loss_of
-from dlrm_bench.dlrm.dlrmv4.static_batch import NO_ROW, IdShape, dense_batch, on_device, padded, rows_of, write_ids
+from dlrm_bench.dlrm.dlrmv4.static_batch import (
+    NO_ROW,
+    IdShape,
+    dense_batch,
+    on_device,
+    padded,
+    with_no_item,
+    write_ids,
+)
 from tests.dlrm.dlrmv4.cases import STILL, small_model
 from tests.dlrm.dlrmv4.data.made import ITEMS, random_cache, random_maps
 
@@ -28,7 +37,7 @@ MODEL = replace(
     max_history=12,
     preprocessor_hidden=32,
 )
-MAPS = tuple(torch.from_numpy(of) for of in (random_maps().artist, random_maps().album))
+MAPS = tuple(with_no_item(torch.from_numpy(of)) for of in (random_maps().artist, random_maps().album))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +118,8 @@ def gradients(
 ) -> Tensor:
     """Returns loss, logits and gradients of a batch in a fixed shape, flat; those by rows of tables last."""
     dense = dense_batch(fixed, room, config)
-    logits = model.model.dense.scores(rows_of(rows, shape, config), dense)
+    network = model.model.dense
+    logits = network.scores(Embedded.in_order(rows, shape.samples, network.dtype), dense)
     loss = loss_of(logits, dense.labels, config)
     weights = list(model.model.dense.parameters())
     of_weights = torch.autograd.grad(loss, [*weights, rows])

@@ -62,16 +62,34 @@ def test_equals_the_definition_and_its_derivative(forward, backward, kind: str, 
     assert not out[end:].any()
 
     of_projected = torch.full((rows, 4 * WIDTH), torch.nan, device=DEVICE)
-    results = [of_projected[:, WIDTH : 2 * WIDTH], *(torch.full_like(of, torch.nan) for of in (a, weight, bias))]
+    dnorm = torch.full((2, WIDTH), torch.nan, device=DEVICE)
+    results = [of_projected[:, WIDTH : 2 * WIDTH], torch.full_like(a, torch.nan), dnorm]
     backward(grad, u, a, weight, bias, at, dropout, *results, EPS)
     for got, value in zip(results[:2], of_inputs[:2], strict=True):
         torch.testing.assert_close(got[:end].double(), value, rtol=1e-5, atol=2e-5)
         assert not got[end:].any()
-    for got, value in zip(results[2:], of_inputs[2:], strict=True):
-        torch.testing.assert_close(got.double(), value, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(dnorm.double(), torch.stack(of_inputs[2:]), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(grad, out, rtol=1e-5, atol=1e-5)
     assert of_projected[:, :WIDTH].isnan().all()
     assert of_projected[:, 2 * WIDTH :].isnan().all()
+
+
+@WAYS
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_rounds_weights_and_may_count_all_rows(forward, backward, kind: str) -> None:
+    """fp32 weights of bf16 rows give the bits of weights that were rounded before; without an end, those of an end at
+    the last row."""
+    grad, u, a, _, _, end = draw(9, 9, torch.bfloat16)
+    weight, bias = draw(9, 9)[3:5]
+    found = []
+    for *given, at in ((weight, bias, end), (weight.bfloat16(), bias.bfloat16(), end), (weight, bias, None)):
+        out, of_u, of_a, again = torch.empty_like(grad), torch.empty_like(u), torch.empty_like(a), grad.clone()
+        dnorm = torch.empty(2, WIDTH, device=DEVICE)
+        forward(u, a, *given, at, DROPOUTS[kind], out, EPS)
+        backward(again, u, a, *given, at, DROPOUTS[kind], of_u, of_a, dnorm, EPS)
+        found.append([out, of_u, of_a, again, dnorm])
+    for results in zip(*found, strict=True):
+        assert all(torch.equal(results[0], of) for of in results[1:])
 
 
 @WAYS
@@ -111,7 +129,7 @@ def test_equal_inputs_give_equal_bits() -> None:
     runs = []
     for _ in range(2):
         again = grad.clone()
-        results = [torch.empty_like(of) for of in inputs[:4]]
+        results = [torch.empty_like(inputs[0]), torch.empty_like(inputs[1]), torch.empty(2, WIDTH, device=DEVICE)]
         triton_gated_norm_backward(again, *inputs, DROPOUTS["dropout"], *results, EPS)
         runs.append(torch.cat([of.flatten() for of in (*results, again[:9])]))
     assert torch.equal(*runs)
@@ -128,7 +146,7 @@ def test_bf16_on_a_gpu() -> None:
     ):
         outs.append(torch.empty_like(grad))
         forward(*inputs, dropout, outs[-1], EPS)
-        results.append([*torch.empty(2, rows, 512, device=DEVICE).bfloat16(), *torch.empty(2, 512, device=DEVICE)])
+        results.append([*torch.empty(2, rows, 512, device=DEVICE).bfloat16(), torch.empty(2, 512, device=DEVICE)])
         outs.append(grad.clone())
         backward(outs[-1], *inputs, dropout, *results[-1], EPS)
     for of in outs[1:]:

@@ -40,6 +40,11 @@ def draw(rows: int, end: int, dtype: torch.dtype = torch.float32, width: int = W
     return drawn[0], drawn[1] + 3, weight, bias, torch.tensor([end], device=DEVICE), drawn[2]
 
 
+def results_like(x: Tensor) -> list[Tensor]:
+    """Memory for two matrices, and for the gradients of weight and bias."""
+    return [torch.empty_like(x), torch.empty_like(x), torch.empty(2, x.shape[1], device=DEVICE)]
+
+
 @WAYS
 @pytest.mark.parametrize(("rows", "end"), SIZES)
 def test_equals_pytorchs_and_its_derivative(forward, backward, rows: int, end: int, monkeypatch) -> None:
@@ -55,12 +60,12 @@ def test_equals_pytorchs_and_its_derivative(forward, backward, rows: int, end: i
     assert not out[end:].any()
 
     for add in (False, True):
-        dx, again, dweight, dbias = (torch.full_like(of, torch.nan) for of in (x, x, weight, bias))
-        backward(grad, x, weight, bias, at, residual if add else None, dx, again, dweight, dbias, EPS)
+        dx, again = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+        dnorm = torch.full((2, WIDTH), torch.nan, device=DEVICE)
+        backward(grad, x, weight, bias, at, residual if add else None, dx, again, dnorm, EPS)
         of_x = of_inputs[0] + (residual[:end].double() if add else 0)
         torch.testing.assert_close(dx[:end].double(), of_x, rtol=1e-5, atol=2e-5)
-        torch.testing.assert_close(dweight.double(), of_inputs[1], rtol=1e-5, atol=2e-5)
-        torch.testing.assert_close(dbias.double(), of_inputs[2], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(dnorm.double(), torch.stack(of_inputs[1:]), rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(again, out, rtol=1e-5, atol=1e-5)
         assert not dx[end:].any()
 
@@ -68,11 +73,11 @@ def test_equals_pytorchs_and_its_derivative(forward, backward, rows: int, end: i
 @WAYS
 def test_gradients_may_take_their_inputs_memory(forward, backward) -> None:
     grad, x, weight, bias, at, residual = draw(9, 7)
-    expected = [torch.empty_like(of) for of in (x, x, weight, bias)]
+    expected = results_like(x)
     plain_norm_backward(grad, x, weight, bias, at, residual, *expected, EPS)
-    dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
-    backward(grad, x, weight, bias, at, residual, residual, grad, dweight, dbias, EPS)
-    for got, value in zip((residual, grad, dweight, dbias), expected, strict=True):
+    dnorm = torch.empty_like(expected[2])
+    backward(grad, x, weight, bias, at, residual, residual, grad, dnorm, EPS)
+    for got, value in zip((residual, grad, dnorm), expected, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
 
 
@@ -81,11 +86,31 @@ def test_without_an_end_all_rows_count(forward, backward) -> None:
     grad, x, weight, bias, at, _ = draw(9, 9)
     results = []
     for end in (at, None):
-        results.append([torch.empty_like(of) for of in (x, x, weight, bias)])
+        results.append(results_like(x))
         forward(x, weight, bias, end, results[-1][0], EPS)
-        backward(grad, x, weight, bias, end, None, results[-1][1], None, *results[-1][2:], EPS)
+        backward(grad, x, weight, bias, end, None, results[-1][1], None, results[-1][2], EPS)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@WAYS
+def test_rounds_weights_to_the_rows_format_if_told(forward, backward) -> None:
+    """With the bits of weights that were rounded before; fp32 weights of bf16 rows are used as they are otherwise."""
+    grad, x, _, _, at, _ = draw(9, 7, torch.bfloat16)
+    weight, bias = draw(9, 7)[2:4]
+    found = []
+    for given, rounds in (
+        ((weight, bias), True),
+        ((weight.bfloat16(), bias.bfloat16()), False),
+        ((weight, bias), False),
+    ):
+        out, *others = torch.empty_like(x), *results_like(x)
+        forward(x, *given, at, out, EPS, rounds)
+        backward(grad, x, *given, at, None, *others, EPS, rounds)
+        found.append([out, *others])
+    for ours, before, exact in zip(*found, strict=True):
+        assert torch.equal(ours, before)
+        assert ours is found[0][3] or not torch.equal(ours, exact)
 
 
 @WAYS
@@ -113,8 +138,8 @@ def test_equal_inputs_give_equal_bits() -> None:
     grad, x, weight, bias, at, _ = draw(10, 9)
     runs = []
     for _ in range(2):
-        results = [torch.empty_like(of) for of in (x, weight, bias)]
-        triton_norm_backward(grad, x, weight, bias, at, None, results[0], None, *results[1:], EPS)
+        results = results_like(x)[1:]
+        triton_norm_backward(grad, x, weight, bias, at, None, results[0], None, results[1], EPS)
         runs.append(torch.cat([of.flatten() for of in results]))
     assert torch.equal(*runs)
 
@@ -129,8 +154,7 @@ def test_bf16_on_a_gpu() -> None:
     ):
         outs.append(torch.empty_like(x))
         forward(x, weight, bias, at, outs[-1], EPS)
-        of_weights = torch.empty(2, 512, device=DEVICE).unbind()
-        results.append([torch.empty_like(x), torch.empty_like(x), *of_weights])
+        results.append(results_like(x))
         backward(grad, x, weight, bias, at, residual, *results[-1], EPS)
     torch.testing.assert_close(*outs, rtol=1e-2, atol=1e-2)
     exact, out = torch.empty_like(x, dtype=torch.float32), unfilled_e4m3(*x.shape, 256.0)
