@@ -6,6 +6,7 @@ Bytes are the minimum traffic: gradient rows once per id, weight and state rows 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -354,9 +355,12 @@ CASES = {
 
 
 if __name__ == "__main__":
-    unknown = [name for name in sys.argv[1:] if name not in CASES]
+    parser = ArgumentParser(prog="python -m dlrm_bench.kernels.benchmark", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"kernels to time; all by default: {', '.join(CASES)}")
+    names = parser.parse_args().names
+    unknown = [name for name in names if name not in CASES]
     if unknown:
         sys.exit(f"error: there is no kernel {unknown[0]!r}: choose from {', '.join(CASES)}")
     if not torch.cuda.is_available():
         sys.exit("error: timing kernels needs a CUDA GPU, and this machine has none")
-    print_times(CASES, sys.argv[1:])
+    print_times(CASES, names)

@@ -18,6 +18,7 @@ import mmap
 import re
 import sys
 import time
+from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -252,9 +253,13 @@ def _print_rates(huge: bool, rows: int, products: Callable[[], None], alone: flo
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        sys.exit("error: exchanges with host memory need a CUDA GPU, and this machine has none")
-    asked = int(sys.argv[1]) if len(sys.argv) > 1 else _EXCHANGED
+    parser = ArgumentParser(prog="python -m dlrm_bench.kernels.benchmark.exchanges", description=__doc__)
+    parser.add_argument(
+        "rows", nargs="?", type=int, default=_EXCHANGED, help=f"rows per exchange, 1 to {_ROWS} (default: %(default)s)"
+    )
+    asked = parser.parse_args().rows
     if not 0 < asked <= _ROWS:
         sys.exit(f"error: an exchange of {asked} rows: choose 1 to {_ROWS}, the rows in host memory")
+    if not torch.cuda.is_available():
+        sys.exit("error: exchanges with host memory need a CUDA GPU, and this machine has none")
     main(asked)
