@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.run import run
 from dlrm_bench.bench.stats.statistics import student_t
 from dlrm_bench.dlrm.benchmarks import named
-from dlrm_bench.dlrm.runtime.command_line import exit_status
+from dlrm_bench.dlrm.runtime.command_line import exit_process
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.launch.dlrm import parse
+from dlrm_bench.launch.failures import guarded
 from dlrm_bench.pipeline.static.options import StaticOptions
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
@@ -44,11 +46,7 @@ class _Joined(Ranks):
 
 
 def main() -> int:
-    """Command line entry; returns the exit status."""
-    return exit_status(_main)
-
-
-def _main() -> int:
+    """Trains the pairs of runs that the command line asks for; returns the exit status."""
     found = Ranks.from_environment()
     ranks = _Joined(**{field.name: getattr(found, field.name) for field in fields(Ranks)})
     seeds, rungs, rest = parse_seeds(sys.argv[1:])
@@ -64,6 +62,9 @@ def _main() -> int:
         same |= {"evaluations_per_epoch": 1, "iterations": None}
     chosen = _sides(config, cuda) if rungs is None else sides_of_rungs(config.benchmark, rungs, rest)
     sides = {side: replace(its, **same) for side, its in chosen.items()}
+    ranks.init_process_group()
+    for its in sides.values():  # before any run: the first one takes its time
+        check_machine(its, ranks)
     aucs: dict[str, list[float]] = {side: [] for side in sides}
     for seed in seeds:
         for side, its in sides.items():
@@ -141,4 +142,4 @@ def _summary(aucs: dict[str, list[float]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(guarded(main))

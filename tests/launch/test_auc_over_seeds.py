@@ -1,8 +1,12 @@
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from dlrm_bench.launch import auc_over_seeds
+from tests.launched import free_port
 
 
 def test_the_interval_is_that_of_the_differences() -> None:
@@ -58,8 +62,29 @@ def test_bad_seeds_are_named(arguments: list[str], message: str) -> None:
         auc_over_seeds.parse_seeds(arguments)
 
 
-def test_without_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["auc_over_seeds", "--preset", "smoke"])
     monkeypatch.delenv("RANK", raising=False)
-    assert auc_over_seeds.main() == 2
-    assert "start this program with torchrun" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="start this program with torchrun"):
+        auc_over_seeds.main()
+
+
+def test_a_side_that_this_machine_cannot_run_is_refused_before_the_other_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
+    for name, value in {**environment, "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    flags = ["--preset", "smoke-dlrmv4", "--data.path", str(tmp_path), "--rungs", "static-ends", "stock", "cuda-graph"]
+    monkeypatch.setattr("sys.argv", ["auc_over_seeds", *flags])
+    data = SimpleNamespace(best_auc=0.8)
+    planted = SimpleNamespace(
+        parts=lambda: SimpleNamespace(open_data=lambda _: data), ladders=auc_over_seeds.named("dlrmv4").ladders
+    )
+    monkeypatch.setattr(auc_over_seeds, "named", lambda _: planted)
+    monkeypatch.setattr(auc_over_seeds, "run", None)
+    try:
+        with pytest.raises(ValueError, match="--cuda-graph iteration needs a GPU"):
+            auc_over_seeds.main()
+    finally:
+        dist.destroy_process_group()
