@@ -24,7 +24,7 @@ help:  ## List these targets
 bench:  ## First minutes: install, make data, train to a target, compare three pipelines. ARGS='--seed 1' go to training
 	$(STEP) "[1/4] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
 	$(STEP) "[2/4] data: a small data set of known best AUC, in the real file formats" \
-		$(VENV)/bin/dlrm-bench data generate --preset smoke --path data/smoke
+		$(VENV)/bin/dlrm-bench data generate --preset smoke data/smoke
 	$(STEP) "[3/4] train: tiny tables on $(NPROC) processes until the AUC target (a minute), then MLPerf's log checker" \
 		$(VENV)/bin/torchrun --nproc_per_node $(NPROC) launch/dlrm.py --preset smoke $(ARGS)
 	$(STEP) "[4/4] ladder: three pipelines, $(ROUNDS) short runs of each, in turn (a minute or two, longer beside other load)" \
@@ -39,7 +39,7 @@ SMALL := --preset smoke --table-scale 0.1
 submission:  ## From raw days to a checked and scored MLPerf package: made data, ten runs. ARGS='--mlperf.org you' go to them
 	$(STEP) "[1/6] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)
 	$(STEP) "[2/6] raw days: made ones in Criteo's format, of known best AUC" $(VENV)/bin/dlrm-bench data generate \
-		$(SMALL) --raw tsv --path $(SUBMISSION)/raw --days 3 --samples-per-day 25000 --skew 2.0
+		$(SMALL) --raw tsv $(SUBMISSION)/raw --days 3 --samples-per-day 25000 --skew 2.0
 	$(STEP) "[3/6] preprocess: to MLPerf's files, as for Criteo's own days; then every byte is checked" sh -c \
 		'$(VENV)/bin/dlrm-bench data preprocess $(SUBMISSION)/raw $(SUBMISSION)/days $(SMALL) && \
 		$(VENV)/bin/dlrm-bench data check $(SUBMISSION)/days'

@@ -201,7 +201,7 @@ def test_two_ranks_train_as_one_with_the_global_batch(data, reached, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--data.path", "nowhere"], "dlrm-bench data generate --preset smoke --path nowhere"),
+        (["--data.path", "nowhere"], "dlrm-bench data generate --preset smoke nowhere"),
         (["--target-auc", "0.99"], "--target-auc 0.99 is above 0.8"),
         (["--local-batch-size", "10000"], "--local-batch-size 10000 on 2 rank(s) exceeds the 18000 training samples"),
         (["--iterations", "5000"], f"--iterations 5000 exceeds one epoch, {ITERATIONS} global batches"),

@@ -55,7 +55,7 @@ def _check_directory(path: Path, data: DataConfig, model: ModelConfig) -> float 
     if not path.is_dir():
         raise ValueError(
             f"--data.path {path} {why_not(path)}: generate a small data set with "
-            f"'dlrm-bench data generate --preset smoke --path {path}', or name the directory of "
+            f"'dlrm-bench data generate --preset smoke {path}', or name the directory of "
             "MLPerf's day files"
         )
     if (path / MARKER).exists():

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class PlantedConfig:
     """The preset whose tables and multi-hot sizes the data fits."""
     table_scale: float | None = None
     """Factor on the preset's table rows, as --model.table-scale of the run; by default the preset's own."""
-    path: Path | None = None
+    path: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PATH]")] = None
     """Directory to write; by default the preset's --data.path."""
     days: int | None = None
     """Number of days to write, the last one for evaluation; by default the preset's --data.train-days plus one."""
@@ -96,7 +96,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
     model = run.model if config.table_scale is None else replace(run.model, table_scale=config.table_scale)
     path = config.path or run.data.path
     if path is None:
-        raise ValueError(f"--path is missing: preset {config.preset} names no directory")
+        raise ValueError(f"name the directory to write: preset {config.preset} has none")
     days = config.days or run.data.train_days + 1
     if config.raw and (model.dense_in_features, model.num_features) != (DENSE_FIELDS, HASH_FIELDS):
         raise ValueError(

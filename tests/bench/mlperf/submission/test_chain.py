@@ -34,7 +34,7 @@ def test_from_raw_days_to_a_score(
     raw, days, out, runs = (str(tmp_path / name) for name in ("raw", "days", "out", "runs"))
     tables = ["--preset", "smoke", "--table-scale", "0.02"]
     sizes = ["--days", "2", "--samples-per-day", "6000", "--skew", "2.0"]
-    assert main(["data", "generate", "--raw", "tsv", "--path", raw, *tables, *sizes]) == 0
+    assert main(["data", "generate", "--raw", "tsv", raw, *tables, *sizes]) == 0
     assert main(["data", "preprocess", raw, days, *tables]) == 0
     assert main(["data", "check", days]) == 0
     training = ["--data.path", days, "--data.train-days", "1", "--model.table-scale", "0.02", "--pipeline", "static"]

@@ -197,21 +197,21 @@ def test_the_largest_skew_and_signal(config: PlantedConfig) -> None:
 
 
 def test_a_preset_without_a_directory() -> None:
-    with pytest.raises(ValueError, match="--path is missing"):
+    with pytest.raises(ValueError, match="name the directory to write: preset mlperf-dcnv2 has none"):
         generate(PlantedConfig(preset="mlperf-dcnv2"))
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--path", str(tmp_path / "set"), "--days", "2"]
-    command = [sys.executable, "-m", "dlrm_bench.dlrm.dcnv2.data.planted", *flags, "--samples-per-day", "500"]
+    folder, flags = str(tmp_path / "set"), ["--days", "2"]
+    command = [sys.executable, "-m", "dlrm_bench.dlrm.dcnv2.data.planted", folder, *flags, "--samples-per-day", "500"]
     first = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("wrote")
     best = json.loads((tmp_path / "set" / MANIFEST).read_text())["best_auc"]
     assert re.search(r"best AUC (\S+)", first.stdout)[1] == f"{best:.5f}"  # type: ignore[index]
-    assert main([*flags, "--samples-per-day", "501"]) == 2
+    assert main([folder, *flags, "--samples-per-day", "501"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
-    assert main([*flags, "--path", __file__]) == 2
+    assert main([__file__, *flags]) == 2
     assert capsys.readouterr().err == f"error: {__file__}: File exists\n"
 
 
