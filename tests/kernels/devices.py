@@ -33,3 +33,12 @@ def assert_rounds(got: Fp8, numbers: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=2**-3, atol=2**-9 / got.scale)
     differ = int((ours != theirs).sum())
     assert differ <= 2 + numbers.numel() // 1000, f"{differ} of {numbers.numel()} numbers are rounded otherwise"
+
+
+def two_replays(graph: torch.cuda.CUDAGraph, out: Tensor) -> list[Tensor]:
+    """Returns what each of two replays leaves in `out`."""
+    outs = []
+    for _ in range(2):
+        graph.replay()
+        outs.append(out.clone())
+    return outs

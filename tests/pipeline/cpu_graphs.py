@@ -49,7 +49,7 @@ class Unread(TorchDispatchMode):
         name = str(operator)
         masks = "aten.index" in name and any(of.dtype == torch.bool for of in _indices(args))
         if masks or name in _READS or name in _MADE_OF_ANY_SIZE:
-            assert _in_plain_function(), f"{name}: the host reads, or copies, within a graph"
+            assert in_plain_function(), f"{name}: the host reads, or copies, within a graph"
         return operator(*args, **(kwargs or {}))
 
     def reset(self) -> None:
@@ -204,7 +204,7 @@ def _indices(args: Any) -> list[Any]:
     )
 
 
-def _in_plain_function() -> bool:
+def in_plain_function() -> bool:
     frame: Any = sys._getframe(2)
     while frame is not None:
         if "/kernels/" in frame.f_code.co_filename and frame.f_code.co_name.startswith("plain"):

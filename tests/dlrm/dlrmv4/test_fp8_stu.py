@@ -16,7 +16,7 @@ from dlrm_bench.kernels.dense._dropout import Dropout, draw_seed
 from dlrm_bench.kernels.dense.fp8 import E4M3
 from tests.dlrm.dlrmv4.test_fused_stu import BASE, CANDIDATES, OFFSETS, made_layer, made_tokens, results
 from tests.kernels.dense.test_fp8 import needs_hopper
-from tests.kernels.devices import DEVICE
+from tests.kernels.devices import DEVICE, two_replays
 
 RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 TOKENS = 71
@@ -176,10 +176,7 @@ def test_is_captured_in_a_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
-    outs = []
-    for _ in range(2):
-        graph.replay()
-        outs.append(out.clone())
+    outs = two_replays(graph, out)
     assert not torch.equal(*outs), "each replay draws its own masks"
     assert all(of.isfinite().all() for of in outs)
     tokens[3, 3] = torch.nan

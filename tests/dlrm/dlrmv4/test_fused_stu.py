@@ -11,7 +11,7 @@ from dlrm_bench.dlrm.dlrmv4.counts import activation_bytes
 from dlrm_bench.dlrm.dlrmv4.stu import StuLayer
 from dlrm_bench.kernels.dense._dropout import Dropout, draw_seed
 from tests.dlrm.dlrmv4.cases import STILL
-from tests.kernels.devices import DEVICE
+from tests.kernels.devices import DEVICE, two_replays
 
 BASE = replace(STILL, preprocessor_hidden=32)
 OFFSETS = torch.tensor([0, 9, 30, 71], device=DEVICE)
@@ -112,9 +112,6 @@ def test_a_replayed_graph_drops_anew() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
-    outs = []
-    for _ in range(2):
-        graph.replay()
-        outs.append(out.clone())
+    outs = two_replays(graph, out)
     assert not torch.equal(*outs)
     assert all(of.isfinite().all() for of in outs)

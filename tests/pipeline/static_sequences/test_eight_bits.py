@@ -1,7 +1,7 @@
 """Cross-cutting: DLRMv4 with --fp8 learns what it learns in bf16, resumes to the bit, counts, and stops at what is not
 finite."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.bench.config import PIPELINES, RunConfig
-from dlrm_bench.bench.presets import preset
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
 from dlrm_bench.dlrm.dlrmv4.parts import open_data
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -20,7 +19,7 @@ from dlrm_bench.kernels.dense import fp8
 from dlrm_bench.pipeline.build import build_pipeline
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import capture_on_cpu
-from tests.pipeline.whole_state import load_whole_state, whole_state
+from tests.pipeline.static_sequences.dlrmv4_runs import captured_smoke, resumed, steps
 
 STEPS, HALF, SAMPLES = 50, 25, 16
 PLACES = [
@@ -30,20 +29,6 @@ PLACES = [
         for place in GPU_PLACES
     ),
 ]
-
-
-def config_of(folder: Path, fp8: bool, recompute: bool = False) -> RunConfig:
-    """The smoke preset in bf16, captured, with a rate at which 50 iterations change it much."""
-    config = preset("smoke-dlrmv4")
-    return replace(
-        config,
-        model=replace(config.model, kernels="fused", recompute_layers=recompute),
-        data=replace(config.data, path=folder),
-        optimizer=replace(config.optimizer, learning_rate=1e-2, ramp_steps=10),
-        local_batch_size=SAMPLES,
-        precision="bf16",
-        pipeline=PIPELINES["static"](fp8=fp8, cuda_graph="iteration", overlap=True),
-    )
 
 
 @dataclass(slots=True)
@@ -58,14 +43,6 @@ class Trained:
     """After a number that is not finite: the counts of the first normed tokens, and whether no weight changed."""
 
 
-def steps(pipeline: Any, config: RunConfig, prepared: Iterator[Any], first: int, last: int) -> list[float]:
-    losses = []
-    for iteration in range(first, last):
-        pipeline.set_learning_rate(config.optimizer.rate(iteration + 1))
-        losses.append(pipeline.train_step(prepared).item())
-    return losses
-
-
 def train(ranks: Ranks, config: RunConfig) -> Trained:
     if ranks.device.type == "cpu":
         capture_on_cpu()
@@ -75,14 +52,11 @@ def train(ranks: Ranks, config: RunConfig) -> Trained:
     batches = dataset.train_batches(ranks.rank, ranks.world_size, SAMPLES)
     prepared = map(pipeline.prepare, (batches[7 * step % len(batches)] for step in range(2 * STEPS)))
     losses = steps(pipeline, config, prepared, 0, HALF)
-    resumed = None
+    again = None
     if config.pipeline.fp8:
-        later: Any = build_pipeline(config, config.pipeline, ranks)
-        load_whole_state(later, whole_state(pipeline))
-        later.go_on_after(HALF, pipeline.capacities())
-        later.warm_up(evaluates=False)
+        later = resumed(pipeline, config, ranks, HALF)
         rest = map(later.prepare, (batches[7 * step % len(batches)] for step in range(HALF, 2 * STEPS)))
-        resumed = steps(later, config, rest, HALF, STEPS)
+        again = steps(later, config, rest, HALF, STEPS)
         later.close()
     losses += steps(pipeline, config, prepared, HALF, STEPS)
     evaluation = dataset.eval_batches(ranks.rank, ranks.world_size, SAMPLES)[:8]
@@ -97,11 +71,14 @@ def train(ranks: Ranks, config: RunConfig) -> Trained:
         same = all(map(torch.equal, weights, (weight[weight.isfinite()] for weight in before)))
         lost = pipeline.tallies().of("layers.0.normed").tolist(), same
     pipeline.close()
-    return Trained(losses, logits, resumed, described, lost)
+    return Trained(losses, logits, again, described, lost)
 
 
 def train_both(ranks: Ranks, folder: Path, recompute: bool) -> tuple[Trained, Trained]:
-    return train(ranks, config_of(folder, False, recompute)), train(ranks, config_of(folder, True, recompute))
+    model = {"kernels": "fused", "recompute_layers": recompute}
+    configs = (captured_smoke(folder, SAMPLES, ramp_steps=10, fp8=fp8, **model) for fp8 in (False, True))
+    in_bf16, in_fp8 = (train(ranks, config) for config in configs)
+    return in_bf16, in_fp8
 
 
 @pytest.fixture(scope="module")

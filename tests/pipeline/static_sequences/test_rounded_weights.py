@@ -1,7 +1,7 @@
 """Cross-cutting: DLRMv4 with weights that Adam rounds to bf16 trains to the bit what it trains with weights cast where
 they are used; and no iteration casts a weight."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlrm_bench.bench.config import PIPELINES, RunConfig
-from dlrm_bench.bench.presets import preset
+from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
 from dlrm_bench.dlrm.dlrmv4.network import DenseNetwork
 from dlrm_bench.dlrm.dlrmv4.parts import open_data
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from tests.cases import GPU_PLACES
-from tests.pipeline.cpu_graphs import _in_plain_function, capture_on_cpu
-from tests.pipeline.whole_state import ModelState, load_whole_state, whole_state
+from tests.pipeline.cpu_graphs import capture_on_cpu, in_plain_function
+from tests.pipeline.static_sequences.dlrmv4_runs import captured_smoke, resumed, steps
+from tests.pipeline.whole_state import ModelState, whole_state
 
 HALF, SAMPLES = 6, 8
 CASES: dict[str, dict[str, Any]] = {
@@ -46,19 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, fp8: bool = False, **model: Any) -> RunConfig:
-    config = preset("smoke-dlrmv4")
-    return replace(
-        config,
-        model=replace(config.model, **model),
-        data=replace(config.data, path=folder),
-        optimizer=replace(config.optimizer, learning_rate=1e-2, ramp_steps=4),
-        local_batch_size=SAMPLES,
-        precision="bf16",
-        pipeline=PIPELINES["static"](fp8=fp8, cuda_graph="iteration", overlap=True),
-    )
-
-
 @dataclass(slots=True)
 class Trained:
     losses: list[float]
@@ -78,17 +65,9 @@ class Casts(TorchDispatchMode):
         self._memory, self.count = memory.untyped_storage().data_ptr(), 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator is torch.ops.aten._to_copy.default and not _in_plain_function():  # GPUs run kernels in their place
+        if operator is torch.ops.aten._to_copy.default and not in_plain_function():  # GPUs run kernels in their place
             self.count += args[0].untyped_storage().data_ptr() == self._memory
         return operator(*args, **(kwargs or {}))
-
-
-def steps(pipeline: Any, config: RunConfig, prepared: Iterator[Any], first: int) -> list[float]:
-    losses = []
-    for iteration in range(first, first + HALF):
-        pipeline.set_learning_rate(config.optimizer.rate(iteration + 1))
-        losses.append(pipeline.train_step(prepared).item())
-    return losses
 
 
 def train(ranks: Ranks, config: RunConfig) -> Trained:
@@ -98,26 +77,23 @@ def train(ranks: Ranks, config: RunConfig) -> Trained:
     batches = dataset.train_batches(ranks.rank, ranks.world_size, SAMPLES)
     chosen = [batches[17 * i % len(batches)] for i in range(2 * HALF)]
     prepared = map(pipeline.prepare, chosen)
-    losses, states = steps(pipeline, config, prepared, 0), [whole_state(pipeline)]
-    later: Any = build_pipeline(config, config.pipeline, ranks)
-    load_whole_state(later, states[0])
-    later.go_on_after(HALF, pipeline.capacities())
-    later.warm_up(evaluates=False)
-    resumed = steps(later, config, map(later.prepare, chosen[HALF:]), HALF)
-    losses += steps(pipeline, config, prepared, HALF)
+    losses, states = steps(pipeline, config, prepared, 0, HALF), [whole_state(pipeline)]
+    later = resumed(pipeline, config, ranks, HALF)
+    again = steps(later, config, map(later.prepare, chosen[HALF:]), HALF, 2 * HALF)
+    losses += steps(pipeline, config, prepared, HALF, 2 * HALF)
     states.append(whole_state(pipeline))
     evaluation = dataset.eval_batches(ranks.rank, ranks.world_size, SAMPLES)
     logits = [of for of, _ in pipeline.evaluate(map(pipeline.prepare, [evaluation[i] for i in range(2)]))]
     for each in (pipeline, later):
         each.close()
-    return Trained(losses, torch.cat(logits).cpu(), states, resumed)
+    return Trained(losses, torch.cat(logits).cpu(), states, again)
 
 
 def train_both(ranks: Ranks, folder: Path, case: str) -> tuple[Trained, Trained, list[int]]:
     """Returns what trains with weights that Adam rounds, and with casts, and the numbers of parameters in bf16."""
     if ranks.device.type == "cpu":
         capture_on_cpu()
-    config, found, numbers = config_of(folder, **CASES[case]), [], []
+    config, found, numbers = captured_smoke(folder, SAMPLES, ramp_steps=4, **CASES[case]), [], []
     rounded_weights = DenseNetwork.rounded_weights
 
     def noted(network: DenseNetwork, factors: bool) -> list[str]:
@@ -161,7 +137,7 @@ def test_trains_to_the_bit_what_casts_train(
 def casts_of(ranks: Ranks, folder: Path) -> list[int]:
     """Returns the numbers of casts of weights in an iteration, fp32 and bf16 ones, after a few iterations."""
     capture_on_cpu()
-    config = config_of(folder, kernels="fused")
+    config = captured_smoke(folder, SAMPLES, ramp_steps=4, kernels="fused")
     pipeline: Any = build_pipeline(config, config.pipeline, ranks)
     batches = open_data(config).train_batches(ranks.rank, ranks.world_size, SAMPLES)
     prepared = map(pipeline.prepare, (batches[i] for i in range(4)))
