@@ -83,6 +83,8 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_rest_of_lists_kernel": ("distinct_rows", INPUT_DIST),
     "_find_ids_kernel": ("id_map", INPUT_DIST),
     "_insert_ids_kernel": ("id_map", INPUT_DIST),
+    "_mark_new_ids_kernel": ("place_ids", INPUT_DIST),
+    "_give_places_kernel": ("place_ids", INPUT_DIST),
     "_initial_rows_kernel": ("initial_rows", None),
     "_gather_rows_kernel": ("gather_rows", EMBEDDING_FORWARD),
     "_distinct_sums_kernel": ("distinct_sums", EMBEDDING_BACKWARD),

@@ -43,24 +43,27 @@ def uniform(counters: Tensor, key: int | Tensor) -> Tensor:
     return shift_right(mix(counters * GOLDEN + key), 40).to(torch.float32)
 
 
-def initial_rows(out: Tensor, targets: Tensor, keys: Keys, of: RowsOfTables) -> None:
+def initial_rows(out: Tensor, targets: Tensor, keys: Keys, of: RowsOfTables, zeros: Tensor | None = None) -> None:
     """Writes the initial weights of an owner's row keys[n] to out[targets[n]]; nothing if targets[n] is negative.
 
     out: fp32, bf16 or fp16 [R, C], C a power of two, columns adjacent; targets: int32 [N], each below R; keys: N, valid
-    where the target is not negative. Contiguous.
+    where the target is not negative. zeros: fp32 [R, 0, 1 or C], columns adjacent, whose rows targets[n] become 0.
     """
     columns = out.shape[1]
     assert targets.dtype == torch.int32 and targets.shape == keys.ids.shape, "targets: int32 [N], keys: N"
     assert columns == next_power_of_2(columns), f"columns: a power of two, not {columns}"
     assert out.stride(1) == 1 and targets.is_contiguous() and keys.ids.is_contiguous(), "adjacent elements only"
     assert keys.tables is None or keys.tables.is_contiguous(), "adjacent elements only"
+    assert zeros is None or (zeros.stride(1) == 1 and zeros.shape[1] in (0, 1, columns)), "zeros: [R, 0, 1 or C]"
     write = triton_initial_rows if out.is_cuda else plain_initial_rows
-    write(out, targets, keys, of)
+    write(out, targets, keys, of, zeros)
 
 
-def plain_initial_rows(out: Tensor, targets: Tensor, keys: Keys, of: RowsOfTables) -> None:
+def plain_initial_rows(out: Tensor, targets: Tensor, keys: Keys, of: RowsOfTables, zeros: Tensor | None = None) -> None:
     """Computes `initial_rows` in PyTorch."""
     named = (targets >= 0).nonzero().flatten()
+    if zeros is not None:
+        zeros[targets[named].long()] = 0.0
     number, table = keys.ids[named].long(), table_of(keys.some(named), of.first_rows)
     row = of.row_part + (number - of.first_rows[table]) * of.row_parts
     counters = (row[:, None] << _COLUMN_BITS) + torch.arange(out.shape[1], device=out.device)
@@ -76,15 +79,30 @@ def table_of(keys: Keys, first_rows: Tensor) -> Tensor:
     return torch.searchsorted(first_rows, keys.ids.long(), right=True) - 1
 
 
-def triton_initial_rows(out: Tensor, targets: Tensor, keys: Keys, of: RowsOfTables) -> None:
+def triton_initial_rows(
+    out: Tensor, targets: Tensor, keys: Keys, of: RowsOfTables, zeros: Tensor | None = None
+) -> None:
     """Computes `initial_rows` in one kernel."""
     count, columns = len(targets), out.shape[1]
     if not count:
         return
     tile, tables = max(1, _TILE_ELEMENTS // columns), len(of.starts)
-    tensors = (out, targets, *keys, of.first_rows, of.starts, of.scales, of.bounds)
+    zero_columns, zero_stride = (0, 0) if zeros is None else (zeros.shape[1], zeros.stride(0))
+    tensors = (out, zeros if zero_columns else None, targets, *keys, of.first_rows, of.starts, of.scales, of.bounds)
     numbering = (of.row_part, of.row_parts, tables, next_power_of_2(tables))
-    sizes = (count, out.stride(0), *numbering, columns, _COLUMN_BITS, tile, GOLDEN, MIX_1, MIX_2)
+    sizes = (
+        count,
+        out.stride(0),
+        zero_stride,
+        *numbering,
+        columns,
+        zero_columns,
+        _COLUMN_BITS,
+        tile,
+        GOLDEN,
+        MIX_1,
+        MIX_2,
+    )
     # Without fusion: the product and the difference are rounded separately, as in PyTorch.
     _initial_rows_kernel[(cdiv(count, tile),)](*tensors, *sizes, num_warps=4, enable_fp_fusion=False)
 
@@ -92,6 +110,7 @@ def triton_initial_rows(out: Tensor, targets: Tensor, keys: Keys, of: RowsOfTabl
 @jit
 def _initial_rows_kernel(
     out,
+    zeros,
     targets,
     numbers,
     tables_of,
@@ -101,11 +120,13 @@ def _initial_rows_kernel(
     bounds,
     count,
     stride,
+    zero_stride,
     row_part,
     row_parts,
     tables: tl.constexpr,
     table_block: tl.constexpr,
     columns: tl.constexpr,
+    zero_columns: tl.constexpr,
     column_bits: tl.constexpr,
     tile: tl.constexpr,
     golden: tl.constexpr,
@@ -131,3 +152,6 @@ def _initial_rows_kernel(
         value = drawn * tl.load(scales + table)[:, None] - tl.load(bounds + table)[:, None]
         place = out + target.to(tl.int64)[:, None] * stride + column
         tl.store(place, value.to(out.dtype.element_ty), (target >= 0)[:, None])
+        if zeros is not None:
+            zero = zeros + target.to(tl.int64)[:, None] * zero_stride + tl.arange(0, zero_columns)[None, :]
+            tl.store(zero, tl.full([tile, zero_columns], 0, tl.float32), (target >= 0)[:, None])

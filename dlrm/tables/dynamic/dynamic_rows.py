@@ -71,8 +71,7 @@ class DynamicRows:
         """
         weights, state = self._memory
         new, lacking = self.map.place(keys, places)
-        initial_rows(weights, new, keys, self._of_tables)
-        state.index_fill_(0, torch.where(new < 0, self.map.places, new).long(), 0.0)
+        initial_rows(weights, new, keys, self._of_tables, zeros=state)
         return torch.where(lacking > 0, NO_PLACE, -1).int()
 
     def check_places(self, agreed: int) -> None:

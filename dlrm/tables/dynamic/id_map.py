@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
 from dlrm_bench.kernels.embedding.id_map import EMPTY, IdSlots, Keys, empty_slots, find_ids, insert_ids
+from dlrm_bench.kernels.embedding.place_ids import Naming, Stack, give_places, mark_new_ids
 
 _WINDOW_SHARE, _LEAST_WINDOW = 64, 4096
 """Size of a window: a 64th of the places, but at least 4096 (or all places): the sort of each iteration stays small."""
@@ -72,37 +73,20 @@ class IdMap:
         """Writes to places[n] the place of keys[n], assigning places to new keys; -1 for what is no key, and if no
         place is left.
 
-        keys: N, equal keys adjacent; places: int32 [N]. Returns the newly assigned places, int32 [N], each once and -1
-        elsewhere; and the number of distinct keys without a place, int64 [1].
+        keys: N, at least one, equal keys adjacent; places: int32 [N]. Returns the newly assigned places, int32 [N],
+        each once and -1 elsewhere; and the number of distinct keys without a place, int64 [1].
         """
-        find_ids(keys, self._map, places)
-        self._name(places)
-        valid = keys.valid
-        opens = valid & _differ_from_previous(keys)
-        new = opens & (places < 0)
-        nth = new.cumsum(0) - 1
+        naming = Naming(self._last, self._batch, self._is_new)
+        nth = mark_new_ids(keys, self._map, places, naming).cumsum(0, dtype=torch.int32)
         if self._evicts:
-            self._evict(nth[-1:] + 1)
-        given = new & (nth < self._free_count)
-        fresh = torch.where(given, self._free[(self._free_count - 1 - nth).clamp_(min=0)], -1)
-        insert_ids(keys, fresh, self._map, self._slot_of)
-        count = given.sum()
+            self._evict(nth[-1:].long())
+        stack = Stack(self._free, self._free_count, self._slot_of, self._lost)
+        counts = give_places(keys, nth, places, self._map, stack, naming)
+        self._free_count -= counts.given
+        self.made += counts.given
         if self._evicts:
-            self.returned += (given & self._lost[keys.numbers % self._slots]).sum()
-        self._free_count -= count
-        self.made += count
-        first = torch.where(opens, torch.arange(len(places), device=self._device), 0).cummax(0).values
-        places.copy_(torch.where(valid, torch.where(new, fresh, places)[first], -1))
-        self._name(places)
-        return fresh, (new & (fresh < 0)).sum().view(1)
-
-    def _name(self, places: Tensor) -> None:
-        """Notes that this batch names the keys of these places, if it is new."""
-        at = self._or_nobody(places)
-        self._last.index_copy_(0, at, torch.where(self._is_new > 0, self._batch, self._last[at]))
-
-    def _or_nobody(self, places: Tensor) -> Tensor:
-        return torch.where(places < 0, self.places, places).long()
+            self.returned += counts.returned
+        return counts.fresh, counts.lacking
 
     def _evict(self, wanted: Tensor) -> None:
         """Evicts keys until `wanted` places, int64 [1], are free, or until the window has no more candidates."""
@@ -186,12 +170,3 @@ def chunks(count: int) -> Iterator[slice]:
 def _each(slots: IdSlots, of: Callable[[Tensor], Tensor]) -> IdSlots:
     """Returns the function's results for each memory of the slots."""
     return IdSlots(of(slots.ids), of(slots.places), None if slots.tables is None else of(slots.tables))
-
-
-def _differ_from_previous(keys: Keys) -> Tensor:
-    """Returns whether each key differs from the one before it, bool [N]; the first one does."""
-    differ = torch.ones_like(keys.ids, dtype=torch.bool)
-    differ[1:] = keys.ids[1:] != keys.ids[:-1]
-    if keys.tables is not None:
-        differ[1:] |= keys.tables[1:] != keys.tables[:-1]
-    return differ

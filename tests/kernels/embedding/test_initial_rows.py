@@ -55,6 +55,20 @@ def test_triton_equals_plain_in_other_formats_and_past_the_tables() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("columns", [0, 1, 16])
+@pytest.mark.parametrize("make", [plain_initial_rows, triton_initial_rows])
+def test_other_memory_of_the_same_rows_becomes_zero(make: object, columns: int) -> None:
+    numbers = torch.tensor([5, 90, 7], device=DEVICE)
+    targets = torch.tensor([2, 0, -1], dtype=torch.int32, device=DEVICE)
+    memory, plain = torch.full((4, 16 + columns), 7.0, device=DEVICE), torch.full((4, 16), 7.0, device=DEVICE)
+    make(memory[:, :16], targets, Keys(numbers), of_tables(), memory[:, 16:])  # type: ignore[operator]
+    make(plain, targets, Keys(numbers), of_tables())  # type: ignore[operator]
+    assert torch.equal(memory[:, :16], plain)
+    assert (memory[[0, 2], 16:] == 0).all()
+    assert (memory[[1, 3], 16:] == 7).all()
+
+
+@needs_triton
 @pytest.mark.parametrize("make", [plain_initial_rows, triton_initial_rows])
 def test_rows_may_stand_apart(make: object) -> None:
     """As where each row's optimizer state follows it, which stays as it is."""

@@ -15,6 +15,7 @@ from dlrm_bench.dlrm.tables.dynamic.id_map import IdMap
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.row_numbers import RawIds
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.kernels.embedding import place_ids
 from dlrm_bench.kernels.embedding.id_map import Keys
 
 CPU = torch.device("cpu")
@@ -168,9 +169,11 @@ def test_windows_follow_one_another_after_billions_of_places(monkeypatch: pytest
 @pytest.mark.parametrize("evicts", [False, True])
 def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evicts: bool, raw_ids: bool) -> None:
     """On a device whose tensors have shapes alone, and no numbers that the host could read."""
-    for name in ("find_ids", "insert_ids"):
-        monkeypatch.setattr(id_map, name, lambda *_: None)
-    monkeypatch.setattr(dynamic_rows, "initial_rows", lambda *_: None)
+    empty = torch.empty(1, dtype=torch.int64, device="meta")
+    monkeypatch.setattr(id_map, "find_ids", lambda *_: None)
+    monkeypatch.setattr(place_ids, "plain_mark_new_ids", lambda _keys, _slots, places, _naming: places)
+    monkeypatch.setattr(place_ids, "plain_give_places", lambda _keys, nth, *_: (nth, empty, empty))
+    monkeypatch.setattr(dynamic_rows, "initial_rows", lambda *_, **__: None)
     tables = Tables(names=("a", "b"), rows=(50, 70), columns=16, hot=(1, 1), pooled=False)
     meta = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=torch.device("meta"))
     monkeypatch.setattr(dynamic_rows, "table_key", lambda *_: 7)  # which it computes once, on the host
