@@ -13,6 +13,7 @@ from torch import Tensor
 from dlrm_bench.kernels.benchmark.timing import Case
 from dlrm_bench.kernels.embedding.id_map import EMPTY, WINDOW, IdSlots, Keys, empty_slots, find_ids, insert_ids
 from dlrm_bench.kernels.embedding.initial_rows import RowsOfTables, initial_rows
+from dlrm_bench.kernels.embedding.place_ids import Naming, Stack, claim_ids, give_places
 
 _HELD, _ROWS, _NEW, _COLUMNS, _TABLES = 1_000_000, 64_000, 8_000, 512, 11
 
@@ -37,8 +38,18 @@ def _insert_and_take_out(keys: Keys, places: Tensor, slots: IdSlots, slot_of: Te
     slots.places.index_fill_(0, slot_of[of_new].long(), EMPTY)
 
 
+def _place_and_take_out(
+    keys: Keys, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming, of_new: Tensor
+) -> None:
+    """Places keys and removes the new ones again, so that every run places the same number."""
+    claims = claim_ids(keys, slots, places, naming)
+    give_places(keys, claims, places, slots, stack, naming)
+    slots.places.index_fill_(0, stack.slot_of[of_new].long(), EMPTY)
+
+
 def id_map_cases() -> Iterator[Case]:
-    """Yields `find_ids`, and `insert_ids` together with the removal of the keys that it inserts."""
+    """Yields `find_ids`; and `insert_ids`, and `claim_ids` with `give_places`, together with the removal of the keys
+    that they insert."""
     for with_tables in (False, True):
         slots, slot_of = _map(with_tables)
         named = torch.randint(_HELD, (_ROWS,), dtype=torch.int32, device="cuda").sort().values
@@ -53,6 +64,13 @@ def id_map_cases() -> Iterator[Case]:
         places[new] = torch.arange(_HELD, _HELD + len(new), dtype=torch.int32, device="cuda")
         arguments = (keys, places, slots, slot_of, places[new].long())
         yield Case("insert_ids", shape, key * 32 * len(new), partial(_insert_and_take_out, *arguments))
+        free = torch.arange(_HELD, 2 * _HELD, dtype=torch.int32, device="cuda")
+        one, slot_of_free = torch.ones(1, dtype=torch.int32, device="cuda"), free[_HELD - len(new) :].long()
+        stack = Stack(free, one.long() * _HELD, slot_of, torch.zeros(0, dtype=torch.bool, device="cuda"))
+        naming = Naming(torch.zeros(2 * _HELD + 1, dtype=torch.int32, device="cuda"), one, one)
+        placing = (keys, torch.empty_like(out), slots, stack, naming, slot_of_free)
+        nbytes = key * (16 * len(ids) + (WINDOW + 32) * len(new))
+        yield Case("place_ids", shape, nbytes, partial(_place_and_take_out, *placing))
 
 
 def initial_rows_cases() -> Iterator[Case]:

@@ -23,8 +23,8 @@ is about 93: ln n / (a - 1 - ln a) at a load a of 0.5 (Pittel, Linear probing: t
 EMPTY = -1
 """Place in an empty slot, whose id and table may be anything."""
 NEVER = -2  # a place that no slot holds
-STEP = 16  # slots per key that a program reads at a time
-FIND, INSERT = 32, 128  # keys per program
+_STEP = 16  # slots per key that a program reads at a time
+_FIND, INSERT = 32, 128  # keys per program
 
 
 class Keys(NamedTuple):
@@ -113,10 +113,10 @@ def _starts(keys: Keys, slots: IdSlots) -> Tensor:
 
 def plain_find_ids(keys: Keys, slots: IdSlots, places: Tensor) -> None:
     """Computes `find_ids` in PyTorch."""
-    start, step = _starts(keys, slots), torch.arange(STEP, device=places.device)
+    start, step = _starts(keys, slots), torch.arange(_STEP, device=places.device)
     places.fill_(-1)
     missing = keys.valid.nonzero().flatten()
-    for first in range(0, WINDOW, STEP):
+    for first in range(0, WINDOW, _STEP):
         slot = (start[missing, None] + first + step) & (len(slots.ids) - 1)
         hits = (slots.places[slot] != EMPTY) & (slots.ids[slot] == keys.ids[missing, None])
         if keys.tables is not None and slots.tables is not None:
@@ -152,8 +152,8 @@ def plain_insert_ids(keys: Keys, places: Tensor, slots: IdSlots, slot_of: Tensor
 def triton_find_ids(keys: Keys, slots: IdSlots, places: Tensor) -> None:
     """Computes `find_ids` in one kernel."""
     if len(places):
-        sizes = (len(places), len(slots.ids) - 1, WINDOW, STEP, FIND, GOLDEN, MIX_1, MIX_2)
-        _find_ids_kernel[(cdiv(len(places), FIND),)](*keys, *slots, places, *sizes, num_warps=4)
+        sizes = (len(places), len(slots.ids) - 1, WINDOW, _STEP, _FIND, GOLDEN, MIX_1, MIX_2)
+        _find_ids_kernel[(cdiv(len(places), _FIND),)](*keys, *slots, places, *sizes, num_warps=4)
 
 
 def triton_insert_ids(keys: Keys, places: Tensor, slots: IdSlots, slot_of: Tensor) -> None:
@@ -164,51 +164,6 @@ def triton_insert_ids(keys: Keys, places: Tensor, slots: IdSlots, slot_of: Tenso
 
 
 @jit
-def find_kernel(
-    slot_ids, slot_places, slot_tables, key, table, number, exists, mask,
-    window: tl.constexpr, step: tl.constexpr, block: tl.constexpr,
-    golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
-):  # fmt: skip
-    """Returns the places of a program's keys that exist, -1 where the map has none."""
-    start = mix_kernel(number * golden, mix_1, mix_2) & mask
-    found = tl.full([block], -1, tl.int32)
-    first = 0
-    while (tl.max((exists & (found < 0)).to(tl.int32), 0) > 0) & (first < window):
-        slot = (start[:, None] + first + tl.arange(0, step)[None, :]) & mask
-        wanted = (exists & (found < 0))[:, None]
-        hit = wanted & (tl.load(slot_ids + slot, wanted, other=-1) == key[:, None])
-        if slot_tables is not None:
-            hit = hit & (tl.load(slot_tables + slot, hit, other=-1) == table[:, None])
-        found = tl.maximum(found, tl.max(tl.load(slot_places + slot, hit, other=-1), 1))
-        first += step
-    return found
-
-
-@jit
-def insert_kernel(
-    slot_ids, slot_places, slot_tables, slot_of, key, table, number, place, waits, mask,
-    window: tl.constexpr, empty: tl.constexpr, never: tl.constexpr, block: tl.constexpr,
-    golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
-):  # fmt: skip
-    """Adds a program's waiting keys with their places; returns those that still wait because their windows are full."""
-    start = mix_kernel(number * golden, mix_1, mix_2) & mask
-    step = 0
-    while (tl.max(waits.to(tl.int32), 0) > 0) & (step < window):
-        slot = (start + step) & mask
-        # Atomics have no mask: a key that no longer waits compares with a place that no slot holds.
-        expected = tl.where(waits, tl.full([block], empty, tl.int32), tl.full([block], never, tl.int32))
-        before = tl.atomic_cas(slot_places + slot, expected, place)
-        won = waits & (before == empty)
-        tl.store(slot_ids + slot, key, won)
-        if slot_tables is not None:
-            tl.store(slot_tables + slot, table, won)
-        tl.store(slot_of + place, slot.to(tl.int32), won)
-        waits = waits & (before != empty)
-        step += 1
-    return waits
-
-
-@jit
 def _find_ids_kernel(
     ids, tables, slot_ids, slot_places, slot_tables, places, count, mask,
     window: tl.constexpr, step: tl.constexpr, block: tl.constexpr,
@@ -216,14 +171,23 @@ def _find_ids_kernel(
 ) -> None:  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
     key = tl.load(ids + at, at < count, other=-1).to(tl.int64)
-    number, exists, table = key, key >= 0, tl.full([block], 0, tl.int32)
+    number, exists = key, key >= 0
+    table = tl.full([block], 0, tl.int32)
     if tables is not None:
         exists = at < count
         table = tl.load(tables + at, exists, other=0)
         number = key + table.to(tl.int64) * golden
-    found = find_kernel(
-        slot_ids, slot_places, slot_tables, key, table, number, exists, mask, window, step, block, golden, mix_1, mix_2
-    )
+    start = mix_kernel(number * golden, mix_1, mix_2) & mask
+    found = tl.full([block], -1, tl.int32)  # place
+    first = 0
+    while (tl.max((exists & (found < 0)).to(tl.int32), 0) > 0) & (first < window):
+        slot = (start[:, None] + first + tl.arange(0, step)[None, :]) & mask
+        wanted = (exists & (found < 0))[:, None]
+        hit = wanted & (tl.load(slot_ids + slot, wanted, other=-1) == key[:, None])
+        if tables is not None:
+            hit = hit & (tl.load(slot_tables + slot, hit, other=-1) == table[:, None])
+        found = tl.maximum(found, tl.max(tl.load(slot_places + slot, hit, other=-1), 1))
+        first += step
     tl.store(places + at, found, at < count)
 
 
@@ -240,8 +204,19 @@ def _insert_ids_kernel(
     if tables is not None:
         table = tl.load(tables + at, at < count, other=0)
         number = key + table.to(tl.int64) * golden
-    waits = insert_kernel(
-        slot_ids, slot_places, slot_tables, slot_of, key, table, number, place, place >= 0, mask,
-        window, empty, never, block, golden, mix_1, mix_2,
-    )  # fmt: skip
+    start = mix_kernel(number * golden, mix_1, mix_2) & mask
+    waits = place >= 0
+    step = 0
+    while (tl.max(waits.to(tl.int32), 0) > 0) & (step < window):
+        slot = (start + step) & mask
+        # Atomics have no mask: a key that no longer waits compares with a place that no slot holds.
+        expected = tl.where(waits, tl.full([block], empty, tl.int32), tl.full([block], never, tl.int32))
+        before = tl.atomic_cas(slot_places + slot, expected, place)
+        won = waits & (before == empty)
+        tl.store(slot_ids + slot, key, won)
+        if tables is not None:
+            tl.store(slot_tables + slot, table, won)
+        tl.store(slot_of + place, slot.to(tl.int32), won)
+        waits = waits & (before != empty)
+        step += 1
     tl.store(places + at, tl.full([block], -1, tl.int32), waits)

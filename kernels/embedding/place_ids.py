@@ -1,7 +1,9 @@
 """Places for a batch's keys in a map (id_map.py): which keys are new, and a place from a stack for each new one.
 
-Two kernels, with a cumulative sum of the first one's marks between them: `mark_new_ids`, then `give_places`. Equal keys
-are adjacent, so the cumulative sum at a key without a place is the number of its key among the new keys, from 1.
+Kernels for keys in any order, which may repeat; a new key's place depends on the order of the new keys' first
+occurrences alone. `claim_ids` finds keys; those that the map lacks claim an empty slot, in which all occurrences of a
+key meet, and which keeps the index of the first: nothing waits. A cumulative sum over the first occurrences numbers the
+new keys from 1. `give_places` then replaces the claims by places.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
-from dlrm_bench.kernels.embedding._split_mix import GOLDEN, MIX_1, MIX_2
+from dlrm_bench.kernels.embedding._split_mix import GOLDEN, MIX_1, MIX_2, mix_kernel
 from dlrm_bench.kernels.embedding.id_map import (
     EMPTY,
-    FIND,
     INSERT,
     NEVER,
-    STEP,
     WINDOW,
     IdSlots,
     Keys,
-    find_kernel,
-    insert_kernel,
+    find_ids,
     plain_find_ids,
     plain_insert_ids,
 )
+
+_CLAIM = -3
+"""What a slot holds between the two kernels in place of a place: _CLAIM - n for the key at index n."""
 
 
 class Naming(NamedTuple):
@@ -53,52 +55,55 @@ class Stack(NamedTuple):
     """bool [H] or more: whether a key of this number modulo H has lost its place before; empty if none ever does."""
 
 
-def mark_new_ids(keys: Keys, slots: IdSlots, places: Tensor, naming: Naming) -> Tensor:
-    """Returns marks, int32 [N]: 1 for the first of equal keys without a place in the map, else 0. Sets places[n] to the
-    place of keys[n], -1 if it has none or is no key, and notes in `naming.last` that the batch names the others.
+class Claims(NamedTuple):
+    """Which of N keys have no place yet."""
 
-    keys: N, equal keys adjacent; places: int32 [N].
-    """
-    assert places.shape == keys.ids.shape and places.dtype == torch.int32, "places: int32 [N]"
-    mark = triton_mark_new_ids if places.is_cuda else plain_mark_new_ids
-    return mark(keys, slots, places, naming)
-
-
-def give_places(keys: Keys, nth: Tensor, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming) -> Counts:
-    """Gives places to keys without one, as long as there are free ones: sets places[n] for all of equal keys, adds the
-    key to the map, and notes that the batch names it. The stack stays as it is: the caller takes Counts.given off it.
-
-    keys, places: as `mark_new_ids` left them. nth: int32 [N], the inclusive cumulative sum of its marks. A key whose
-    window of slots is full gets a place that nobody finds, and counts as `lacking`.
-    """
-    assert nth.dtype == torch.int32 and nth.shape == places.shape == keys.ids.shape, "nth, places: int32 [N]"
-    give = triton_give_places if places.is_cuda else plain_give_places
-    fresh, full, returned = give(keys, nth, places, slots, stack, naming)
-    new = nth[-1:].long()
-    given = torch.minimum(new, stack.free_count)
-    return Counts(fresh, given, new - given + full, returned)
+    first: Tensor
+    """int32 [N]: index of the first occurrence of each such key; -1 for others."""
+    nth: Tensor
+    """int32 [N]: number of distinct such keys among the keys up to this one, inclusive."""
+    slots: Tensor
+    """int32 [N]: the slot that each such key claims, -1 for others; of keys that find no empty slot, -2, and their
+    first occurrence is -1. Any values if the plain functions run."""
 
 
 class Counts(NamedTuple):
     """What `give_places` has done for N keys."""
 
     fresh: Tensor
-    """int32 [N]: the place just given to keys[n], each once, at the first of equal keys; -1 elsewhere."""
+    """int32 [N]: the place just given to keys[n], each once, at the key's first occurrence; -1 elsewhere."""
     given: Tensor
     """int64 [1]: number of places taken off the stack."""
     lacking: Tensor
-    """int64 [1]: number of distinct keys without a place."""
+    """int64 [1]: 0 if every key has a place; otherwise the number of distinct keys without one, more if they repeat and
+    find their windows of slots full."""
     returned: Tensor
     """int64 [1]: number of keys with a new place that may have lost one before."""
 
 
-def differ_from_previous(keys: Keys) -> Tensor:
-    """Returns whether each key differs from the one before it, bool [N]; the first one does."""
-    differ = torch.ones_like(keys.ids, dtype=torch.bool)
-    differ[1:] = keys.ids[1:] != keys.ids[:-1]
-    if keys.tables is not None:
-        differ[1:] |= keys.tables[1:] != keys.tables[:-1]
-    return differ
+def claim_ids(keys: Keys, slots: IdSlots, places: Tensor, naming: Naming) -> Claims:
+    """Sets places[n] to the place of keys[n], -1 if it has none or is no key, and notes in `naming.last` that the batch
+    names the others. Returns what `give_places` needs, which must follow.
+
+    keys: N, at least one; places: int32 [N].
+    """
+    assert len(places) > 0 and places.shape == keys.ids.shape and places.dtype == torch.int32, "places: int32 [N]"
+    claim = triton_claim_ids if places.is_cuda else plain_claim_ids
+    first, marks, claimed = claim(keys, slots, places, naming)
+    return Claims(first, marks.cumsum(0, dtype=torch.int32), claimed)
+
+
+def give_places(keys: Keys, claims: Claims, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming) -> Counts:
+    """Gives places to keys without one, as long as there are free ones: sets places[n] for all occurrences, adds the
+    key to the map, and notes that the batch names it. The stack stays as it is: the caller takes Counts.given off it.
+
+    keys, places: as `claim_ids` left them; keys in the map may have been removed since.
+    """
+    give = triton_give_places if places.is_cuda else plain_give_places
+    fresh, without, returned = give(keys, claims, places, slots, stack, naming)
+    new = claims.nth[-1:].long()
+    given = torch.minimum(new, stack.free_count)
+    return Counts(fresh, given, new - given + without, returned)
 
 
 def _name(places: Tensor, naming: Naming) -> None:
@@ -106,108 +111,138 @@ def _name(places: Tensor, naming: Naming) -> None:
     naming.last.index_copy_(0, at, torch.where(naming.is_new > 0, naming.batch, naming.last[at]))
 
 
-def plain_mark_new_ids(keys: Keys, slots: IdSlots, places: Tensor, naming: Naming) -> Tensor:
-    """Computes `mark_new_ids` in PyTorch."""
+def plain_claim_ids(keys: Keys, slots: IdSlots, places: Tensor, naming: Naming) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `claim_ids` in PyTorch; returns Claims.first, marks, int32 [N], 1 at first occurrences and else 0, and
+    Claims.slots."""
     plain_find_ids(keys, slots, places)
     _name(places, naming)
-    return (keys.valid & differ_from_previous(keys) & (places < 0)).int()
+    first_of, marks = torch.full_like(places, -1), torch.zeros_like(places)
+    new = (keys.valid & (places < 0)).nonzero().flatten()
+    tables = torch.zeros_like(keys.ids) if keys.tables is None else keys.tables
+    distinct, which = torch.stack([tables.long(), keys.ids.long()])[:, new].unique(dim=1, return_inverse=True)
+    first = torch.full_like(distinct[0], len(places)).scatter_reduce_(0, which, new, "amin")
+    first_of[new], marks[first] = first[which].int(), 1
+    return first_of, marks, first_of
 
 
 def plain_give_places(
-    keys: Keys, nth: Tensor, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming
+    keys: Keys, claims: Claims, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `give_places` in PyTorch; returns fresh places, and the numbers of full windows and of returned keys."""
-    given = keys.valid & (places < 0) & (nth <= stack.free_count)
-    place = torch.where(given, stack.free[(stack.free_count - nth).clamp_(min=0)], places)
-    fresh = torch.where(given & differ_from_previous(keys), place, -1)
-    plain_insert_ids(keys, wanted := fresh.clone(), slots, stack.slot_of)
+    """Computes `give_places` in PyTorch; returns fresh places, and the numbers of keys without a slot and of returned
+    ones."""
+    left = stack.free_count - claims.nth[claims.first.long()]
+    claimed = claims.first >= 0
+    place = torch.where(claimed & (left >= 0), stack.free[left.clamp_(min=0)], -1)
+    first = claimed & (claims.first == torch.arange(len(places), device=places.device))
+    wanted = torch.where(first, place, -1)
     returned = torch.zeros(1, dtype=torch.int64, device=places.device)
     if len(stack.lost):
-        returned += ((fresh >= 0) & stack.lost[keys.numbers % len(slots.ids)]).sum()
-    places.copy_(place)
-    _name(wanted, naming)
-    return wanted, ((fresh >= 0) & (wanted < 0)).sum().view(1), returned
+        returned += ((wanted >= 0) & stack.lost[keys.numbers % len(slots.ids)]).sum()
+    plain_insert_ids(keys, fresh := wanted.clone(), slots, stack.slot_of)
+    placed = fresh[claims.first.long()] == place
+    places.copy_(torch.where(claimed & placed, place, places))
+    _name(fresh, naming)
+    return fresh, (claimed & ~placed).sum().view(1), returned
 
 
-def triton_mark_new_ids(keys: Keys, slots: IdSlots, places: Tensor, naming: Naming) -> Tensor:
-    """Computes `mark_new_ids` in one kernel."""
-    marks = torch.empty_like(places)
-    if len(places):
-        sizes = (len(places), len(slots.ids) - 1, WINDOW, STEP, FIND, GOLDEN, MIX_1, MIX_2)
-        _mark_new_ids_kernel[(cdiv(len(places), FIND),)](*keys, *slots, places, marks, *naming, *sizes, num_warps=4)
-    return marks
+def triton_claim_ids(keys: Keys, slots: IdSlots, places: Tensor, naming: Naming) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `claim_ids` in three kernels; returns what `plain_claim_ids` does."""
+    (first, marks, claimed), count = (torch.empty_like(places) for _ in range(3)), len(places)
+    find_ids(keys, slots, places)
+    grid, sizes = (cdiv(count, INSERT),), (count, len(slots.ids) - 1, WINDOW, EMPTY, NEVER, _CLAIM)
+    mixed = (INSERT, GOLDEN, MIX_1, MIX_2)
+    _claim_ids_kernel[grid](*keys, slots.places, places, claimed, *naming, *sizes, *mixed, num_warps=4)
+    _mark_claims_kernel[grid](claimed, slots.places, first, marks, count, _CLAIM, INSERT, num_warps=4)
+    return first, marks, claimed
 
 
 def triton_give_places(
-    keys: Keys, nth: Tensor, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming
+    keys: Keys, claims: Claims, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `give_places` in one kernel; returns fresh places, and the numbers of full windows and of returned
-    keys."""
+    """Computes `give_places` in one kernel; returns fresh places, and the numbers of keys without a slot and of
+    returned ones."""
     fresh, counts = torch.empty_like(places), torch.zeros(2, dtype=torch.int64, device=places.device)
-    if len(places):
-        lost = stack.lost if len(stack.lost) else None
-        tensors = (nth, places, fresh, stack.free, stack.free_count, stack.slot_of, lost, counts, *naming)
-        sizes = (len(places), len(slots.ids) - 1, WINDOW, EMPTY, NEVER, INSERT, GOLDEN, MIX_1, MIX_2)
-        _give_places_kernel[(cdiv(len(places), INSERT),)](*keys, *slots, *tensors, *sizes, num_warps=4)
+    lost = stack.lost if len(stack.lost) else None
+    tensors = (*claims, places, fresh, stack.free, stack.free_count, stack.slot_of, lost, counts, *naming)
+    sizes = (len(places), len(slots.ids) - 1, EMPTY, INSERT, GOLDEN)
+    _give_places_kernel[(cdiv(len(places), INSERT),)](*keys, *slots, *tensors, *sizes, num_warps=4)
     return fresh, counts[:1], counts[1:]
 
 
 @jit
-def _mark_new_ids_kernel(
-    ids, tables, slot_ids, slot_places, slot_tables, places, marks, last, batch, is_new, count, mask,
-    window: tl.constexpr, step: tl.constexpr, block: tl.constexpr,
-    golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
+def _claim_ids_kernel(
+    ids, tables, slot_places, places, claimed, last, batch, is_new, count, mask,
+    window: tl.constexpr, empty: tl.constexpr, never: tl.constexpr, claim: tl.constexpr,
+    block: tl.constexpr, golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
-    follows = (at > 0) & (at < count)
     key = tl.load(ids + at, at < count, other=-1).to(tl.int64)
-    opens = (at == 0) | (key != tl.load(ids + at - 1, follows, other=-1).to(tl.int64))
     number, exists, table = key, key >= 0, tl.full([block], 0, tl.int32)
     if tables is not None:
         exists = at < count
         table = tl.load(tables + at, exists, other=0)
-        opens = opens | (table != tl.load(tables + at - 1, follows, other=-1))
         number = key + table.to(tl.int64) * golden
-    found = find_kernel(
-        slot_ids, slot_places, slot_tables, key, table, number, exists, mask, window, step, block, golden, mix_1, mix_2
-    )
-    tl.store(places + at, found, at < count)
-    tl.store(marks + at, (exists & opens & (found < 0)).to(tl.int32), at < count)
-    tl.store(last + found, tl.load(batch), opens & (found >= 0) & (tl.load(is_new) > 0))
+    place = tl.load(places + at, at < count, other=0)
+    tl.store(last + place, tl.load(batch), exists & (place >= 0) & (tl.load(is_new) > 0))
+    start = mix_kernel(number * golden, mix_1, mix_2) & mask
+    slot_of_key = tl.full([block], -1, tl.int32)
+    waits = exists & (place < 0)
+    step = 0
+    # No slot becomes empty meanwhile, so all occurrences of a key stop at the same slot.
+    while (tl.max(waits.to(tl.int32), 0) > 0) & (step < window):
+        slot = (start + step) & mask
+        # Atomics have no mask: a key that no longer waits compares with a place that no slot holds.
+        expected = tl.where(waits, tl.full([block], empty, tl.int32), tl.full([block], never, tl.int32))
+        before = tl.atomic_cas(slot_places + slot, expected, claim - at)
+        rival = waits & (before <= claim)
+        same = rival & (tl.load(ids + (claim - before), rival, other=0).to(tl.int64) == key)
+        if tables is not None:
+            same = same & (tl.load(tables + (claim - before), rival, other=-1) == table)
+        tl.atomic_max(slot_places + slot, claim - at, same)  # the first occurrence's claim is the largest
+        stops = (waits & (before == empty)) | same
+        slot_of_key = tl.where(stops, slot.to(tl.int32), slot_of_key)
+        waits = waits & (stops == 0)
+        step += 1
+    tl.store(claimed + at, tl.where(waits, tl.full([block], never, tl.int32), slot_of_key), at < count)
+
+
+@jit
+def _mark_claims_kernel(claimed, slot_places, first, marks, count, claim: tl.constexpr, block: tl.constexpr) -> None:
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    slot = tl.load(claimed + at, at < count, other=-1)
+    of = tl.where(slot >= 0, claim - tl.load(slot_places + slot, slot >= 0, other=0), -1)
+    tl.store(first + at, of, at < count)
+    tl.store(marks + at, (of == at).to(tl.int32), at < count)
 
 
 @jit
 def _give_places_kernel(
-    ids, tables, slot_ids, slot_places, slot_tables, nth, places, fresh, free, free_count, slot_of, lost, counts,
-    last, batch, is_new, count, mask,
-    window: tl.constexpr, empty: tl.constexpr, never: tl.constexpr, block: tl.constexpr,
-    golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
+    ids, tables, slot_ids, slot_places, slot_tables, first, nth, claimed, places, fresh, free, free_count, slot_of,
+    lost, counts, last, batch, is_new, count, mask,
+    empty: tl.constexpr, block: tl.constexpr, golden: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
-    key = tl.load(ids + at, at < count, other=-1).to(tl.int64)
-    number, exists, table = key, key >= 0, tl.full([block], 0, tl.int32)
+    of = tl.load(first + at, at < count, other=-1)
+    slot = tl.load(claimed + at, at < count, other=-1)
+    left = tl.load(free_count) - tl.load(nth + of, of >= 0, other=0)
+    place = tl.load(free + left, (of >= 0) & (left >= 0), other=empty)
+    tl.store(places + at, place, of >= 0)
+    tl.store(slot_places + slot, place, of == at)
+    given = (of == at) & (place >= 0)
+    key = tl.load(ids + at, given, other=0).to(tl.int64)
+    number = key
+    tl.store(slot_ids + slot, key, given)
     if tables is not None:
-        exists = at < count
-        table = tl.load(tables + at, exists, other=0)
+        table = tl.load(tables + at, given, other=0)
         number = key + table.to(tl.int64) * golden
-    n = tl.load(nth + at, at < count, other=0)
-    before = tl.load(nth + at - 1, (at > 0) & (at < count), other=0)
-    position = tl.load(free_count) - n
-    given = exists & (tl.load(places + at, at < count, other=0) < 0) & (position >= 0)
-    place = tl.load(free + position, given, other=-1)
-    tl.store(places + at, place, given)
-    opens = given & (n > before)
-    full = insert_kernel(
-        slot_ids, slot_places, slot_tables, slot_of, key, table, number, place, opens, mask,
-        window, empty, never, block, golden, mix_1, mix_2,
-    )  # fmt: skip
-    stays = opens & (full == 0)
-    tl.store(fresh + at, tl.where(stays, place, -1), at < count)
-    tl.store(last + place, tl.load(batch), stays & (tl.load(is_new) > 0))
-    without = tl.sum(full.to(tl.int64), 0)
+        tl.store(slot_tables + slot, table, given)
+    tl.store(slot_of + place, slot, given)
+    tl.store(last + place, tl.load(batch), given & (tl.load(is_new) > 0))
+    tl.store(fresh + at, tl.where(given, place, -1), at < count)
+    without = tl.sum((slot < -1).to(tl.int64), 0)
     if without > 0:
         tl.atomic_add(counts, without)
     if lost is not None:
-        again = tl.sum((tl.load(lost + (number & mask), opens, other=0) != 0).to(tl.int64), 0)
+        again = tl.sum((tl.load(lost + (number & mask), given, other=0) != 0).to(tl.int64), 0)
         if again > 0:
             tl.atomic_add(counts + 1, again)

@@ -184,7 +184,11 @@ class StepWork:
         self._counts, self._on_device = [], []
         for i, group in enumerate(self._optimizer.param_groups):
             used, grads, sums, counts = self._used(group, "sum", "step")
-            groups.append((used, grads, sums, counts, {name: group[name] for name in names} | {"lr": self._rate(i)}))
+            values = {name: group[name] for name in names} | {"lr": self._rate(i)}
+            if self._rates_on_device is not None and self._rates_on_device[i].is_cuda:
+                # Tensor by tensor, as it updates slices of tables, torch reads the rate on the host.
+                used, values["foreach"] = [parameter.detach() for parameter in used], True
+            groups.append((used, grads, sums, counts, values))
             self._counts += counts
 
         def work() -> None:

@@ -13,7 +13,7 @@ INPUT_DIST = Stream(
     name="input_dist",
     priority=Priority.FILL,
     carries="the next batch: its way to the device, the exchange of its ids, the picking of split tables' rows; where "
-    "rows are made when they are first named, the sort of its ids, their places and the new rows",
+    "rows are made when they are first named, their places and the new rows",
 )
 AGREEMENT = Stream(
     name="agreement",

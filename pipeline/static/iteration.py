@@ -75,12 +75,11 @@ class Iteration:
         dense, streams, context = self._dense, self._streams, self._context
         with streams.iteration():
             in_tiers = self._ebc.in_tiers  # exchanges over the host link take long, so they start first
-            sorts_first = self._ebc.places_rows  # all hosts wait for the result whether rows have places
             with streams.beside(on.TIERS if in_tiers else on.INPUT_DIST) as incoming:
                 self._exchange_ids(ahead)
-                if sorts_first:
+                if in_tiers:
                     self._sort_ids(ahead)
-                    self._bring_rows(ahead)
+                self._bring_rows(ahead)
             if self._ebc.agrees:
                 with streams.beside(on.AGREEMENT, incoming):
                     self._agree(ahead)
@@ -102,7 +101,7 @@ class Iteration:
                 with streams.on(tables):
                     streams.join(incoming)
                     self._ebc.bring_late_rows(ahead.ids)
-            if not sorts_first:
+            if not in_tiers:
                 # Sorts and GEMMs need whole multiprocessors; the table update waits for memory, in small blocks.
                 with streams.beside(on.SORT, incoming, last):
                     self._sort_ids(ahead)
@@ -151,8 +150,11 @@ class Iteration:
         """Fetches the next batch into `slot`, distributes its ids, sorts them, and moves its rows to their places, or
         creates them there."""
         self._exchange_ids(slot)
-        self._sort_ids(slot)
+        if self._ebc.in_tiers:
+            self._sort_ids(slot)
         self._bring_rows(slot)
+        if not self._ebc.in_tiers:
+            self._sort_ids(slot)
         self._agree(slot)
         self._ebc.bring_late_rows(slot.ids)
 

@@ -67,7 +67,7 @@ class DynamicRows:
         """Writes to places[n] the place of row keys[n], making the row if it is new; -1 for what is no key, and if no
         place is left. Returns the value for Overflows, int32 [1]: NO_PLACE if some row has no place, else -1.
 
-        keys: N, of this rank's rows, equal keys adjacent; places: int32 [N].
+        keys: N, of this rank's rows, in any order; places: int32 [N].
         """
         weights, state = self._memory
         new, lacking = self.map.place(keys, places)

@@ -1,9 +1,10 @@
 """Places of keys in a memory of fixed size, given out and taken away.
 
-Places come from a stack and go to a batch's new keys in their order: the same batches give the same places in every
-run. Eviction takes places from the least recently named keys in a window of places, which advances with every batch; it
-frees as many places as the batch's new keys lack, and never those of keys that the two batches in flight name. Placing
-a batch again changes nothing, so a run that resumes before that batch continues bit-identically.
+Places come from a stack and go to a batch's new keys in the order in which it first names them: the same batches give
+the same places in every run. Eviction takes places from the least recently named keys in a window of places, which
+advances with every batch; it frees as many places as the batch's new keys lack, and never those of keys that the two
+batches in flight name. Placing a batch again changes nothing, so a run that resumes before that batch continues
+bit-identically.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.tables.dynamic.memory import MOST_PLACES
 from dlrm_bench.kernels.embedding.id_map import EMPTY, IdSlots, Keys, empty_slots, find_ids, insert_ids
-from dlrm_bench.kernels.embedding.place_ids import Naming, Stack, give_places, mark_new_ids
+from dlrm_bench.kernels.embedding.place_ids import Naming, Stack, claim_ids, give_places
 
 _WINDOW_SHARE, _LEAST_WINDOW = 64, 4096
 """Size of a window: a 64th of the places, but at least 4096 (or all places): the sort of each iteration stays small."""
@@ -73,15 +74,15 @@ class IdMap:
         """Writes to places[n] the place of keys[n], assigning places to new keys; -1 for what is no key, and if no
         place is left.
 
-        keys: N, at least one, equal keys adjacent; places: int32 [N]. Returns the newly assigned places, int32 [N],
-        each once and -1 elsewhere; and the number of distinct keys without a place, int64 [1].
+        keys: N, at least one, in any order; places: int32 [N]. Returns the newly assigned places, int32 [N], each once
+        and -1 elsewhere; and a number, int64 [1], that is 0 if every key has a place.
         """
         naming = Naming(self._last, self._batch, self._is_new)
-        nth = mark_new_ids(keys, self._map, places, naming).cumsum(0, dtype=torch.int32)
+        claims = claim_ids(keys, self._map, places, naming)
         if self._evicts:
-            self._evict(nth[-1:].long())
+            self._evict(claims.nth[-1:].long())
         stack = Stack(self._free, self._free_count, self._slot_of, self._lost)
-        counts = give_places(keys, nth, places, self._map, stack, naming)
+        counts = give_places(keys, claims, places, self._map, stack, naming)
         self._free_count -= counts.given
         self.made += counts.given
         if self._evicts:

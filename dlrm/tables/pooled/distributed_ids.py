@@ -16,7 +16,7 @@ class SortedIds:
 
     ids: Tensor
     """int32, flat: rows of all tables, counted one table after another, in ascending order; for picked ids, -1 after
-    the last. Raw ids: int64, by table, then by id."""
+    the last. If rows are created when first named: their places."""
     bags: Tensor
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     peers: PeerTensors | None = None
@@ -29,10 +29,11 @@ class PlacedIds:
 
     lookup: Tensor
     """int32, in the order of the ids."""
-    sorted: Tensor | None
-    """int32, in the order of the sorted ids; equal rows are runs of equal places."""
+    sorted: Tensor | None = None
+    """int32, in the order of the sorted ids, for the update of rows on two tiers; equal rows are runs of equal
+    places."""
     lacking: Tensor | None = None
-    """int32 [1] if `sorted` is set: whether any row to be created has no place, see DynamicRows.place."""
+    """int32 [1] for a batch that creates rows: whether any of them has no place, see DynamicRows.place."""
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class DistributedIds:
 
     received: IdsBuffer
     sorted: SortedIds | None = None
-    """Sorted ids, if this batch is for an update and the update or the creation of rows needs them; else None."""
+    """Sorted ids, if this batch is for an update that needs them; else None."""
     replicated: ReplicatedIds | None = None
     """Ids of the local batch for the plan's replicated tables, if there are any."""
     picked: PickedIds | None = None

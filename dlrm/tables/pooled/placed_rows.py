@@ -61,12 +61,15 @@ def _pools(shape: TBEShape, on_device: DeviceRows) -> list[Pool]:
     return pools
 
 
-def empty_placed(ids: Tensor, updates: bool) -> PlacedIds:
-    """Returns memory for the places of one batch's rows. ids: give the shape. updates: whether rows are updated."""
+def empty_placed(ids: Tensor, updates: bool, dynamic: bool) -> PlacedIds:
+    """Returns memory for the places of one batch's rows. ids: give the shape. updates: whether rows are updated.
+    dynamic: whether they are created when first named; else they are on two tiers of memory."""
     lookup = torch.zeros_like(ids, dtype=torch.int32)
     if not updates:
-        return PlacedIds(lookup, None)
-    return PlacedIds(lookup, torch.zeros_like(lookup), torch.full_like(lookup[:1], -1))
+        return PlacedIds(lookup)
+    if dynamic:
+        return PlacedIds(lookup, lacking=torch.full_like(lookup[:1], -1))
+    return PlacedIds(lookup, torch.zeros_like(lookup))
 
 
 def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds) -> None:
@@ -80,17 +83,16 @@ def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, place
     tiers.placement.places(rows, placed.lookup)
 
 
-def make_rows(dynamic: DynamicRows, rows: Keys, ordered: Keys | None, placed: PlacedIds, is_new: Tensor) -> None:
-    """Creates a batch's new rows, and fills `placed`.
+def make_rows(dynamic: DynamicRows, rows: Keys, placed: PlacedIds, is_new: Tensor) -> None:
+    """Creates a batch's new rows, except for an evaluation, and fills `placed`.
 
-    rows: in the order of the ids. ordered: the same rows, sorted; None for an evaluation, which creates none.
-    is_new: int32 [1] on the device, 0 for a batch that is distributed again.
+    rows: in the order of the ids. is_new: int32 [1] on the device, 0 for a batch that is distributed again.
     """
-    if ordered is not None and placed.sorted is not None:
-        assert placed.lacking is not None
-        dynamic.map.next_batch(is_new)
-        placed.lacking.copy_(dynamic.place(ordered, placed.sorted))
-    dynamic.map.find(rows, placed.lookup)
+    if placed.lacking is None:
+        dynamic.map.find(rows, placed.lookup)
+        return
+    dynamic.map.next_batch(is_new)
+    placed.lacking.copy_(dynamic.place(rows, placed.lookup))
 
 
 def rows_in_memory(shape: TBEShape, places: RowPlaces) -> int:

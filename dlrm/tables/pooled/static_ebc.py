@@ -174,7 +174,7 @@ class StaticEBC:
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted`, if present, from `ids`, for the update; ranks that share the sort write to one another, see
-        SharedSort."""
+        SharedSort. Follows `bring_rows` if rows are `dynamic`: their places are sorted."""
         if ids.sorted is None:
             return
         if self._shared_sort is not None and ids.sorted.peers is not None:
@@ -182,7 +182,8 @@ class StaticEBC:
         elif ids.picked is not None:
             sort_rows(ids.picked.sort_rows, ids.picked.bags, ids.sorted.ids, ids.sorted.bags)
         else:
-            self._tbe.sort(ids.ids, ids.sorted.ids, ids.sorted.bags)
+            of = ids.ids if self.dynamic is None or ids.placed is None else ids.placed.lookup
+            self._tbe.sort(of, ids.sorted.ids, ids.sorted.bags)
 
     def empty_ids(self, sorts: bool = True) -> DistributedIds:
         """Returns memory for one batch's ids, all zero. Collective with peer memory.
@@ -197,10 +198,10 @@ class StaticEBC:
             ids.picked = self._row_parts.empty(whole=not sorts)
         if self._overflows is not None and sorts:
             ids.overflow = self._overflows.empty()
-        if sorts and (self.presort or self.dynamic is not None):
+        if sorts and self.presort:
             ids.sorted = self._empty_sorted(ids)
-        if self.places_rows:
-            ids.placed = placed_rows.empty_placed(received.own, updates=ids.sorted is not None)
+        if self.dynamic is not None or self.in_tiers:
+            ids.placed = placed_rows.empty_placed(received.own, updates=sorts, dynamic=self.dynamic is not None)
         return ids
 
     def _empty_sorted(self, ids: DistributedIds) -> SortedIds:
@@ -208,7 +209,7 @@ class StaticEBC:
             peers = self._shared_sort.empty()
             return SortedIds(*self._shared_sort.views(peers), peers)
         size = ids.received.own if ids.picked is None else ids.picked.rows
-        return SortedIds(torch.zeros_like(size), torch.zeros_like(size, dtype=torch.int32))
+        return SortedIds(torch.zeros_like(size, dtype=torch.int32), torch.zeros_like(size, dtype=torch.int32))
 
     def expect(self, ids: DistributedIds) -> None:
         """Announces an input dist into `ids` and its `agree`, before their launch: `eager_ids` waits for them."""
@@ -246,23 +247,17 @@ class StaticEBC:
         """Whether rows are on two tiers of memory."""
         return self._tiers is not None
 
-    @property
-    def places_rows(self) -> bool:
-        """Whether rows have places, which lookup and update use."""
-        return self._tbe.by_places
-
     def bring_rows(self, ids: DistributedIds, is_new: Tensor) -> None:
-        """Assigns places to the rows of sorted ids, and creates new rows, or moves to the device those that it can
-        while the previous batch trains, see TieredRows; ids of an evaluation use rows where they are. Fills `placed`;
-        launches nothing unless `places_rows`.
+        """Assigns places to the rows of `ids`, and creates new rows, or moves to the device those that it can while the
+        previous batch trains, after `sort`, see TieredRows; ids of an evaluation use rows where they are. Fills
+        `placed`, if present.
 
         is_new: int32 [1] on the device, 0 for a batch that is distributed again.
         """
         if ids.placed is None:
             return
         if self.dynamic is not None:
-            ordered = None if ids.sorted is None else self._tbe.sorted_keys(ids.sorted.ids)
-            placed_rows.make_rows(self.dynamic, self._tbe.keys_of(ids.ids), ordered, ids.placed, is_new)
+            placed_rows.make_rows(self.dynamic, self._tbe.keys_of(ids.ids), ids.placed, is_new)
         if self._tiers is not None:
             placed_rows.bring_rows(self._tiers, self._tbe.rows_of(ids.ids), ids.sorted, ids.placed)
 
@@ -314,8 +309,7 @@ class StaticEBC:
         """
         if self.presort:
             assert ids.sorted is not None, "ids of an evaluation update nothing"
-            rows = ids.sorted.ids if ids.placed is None else ids.placed.sorted
-            assert rows is not None
+            rows = ids.sorted.ids if ids.placed is None or ids.placed.sorted is None else ids.placed.sorted
             sorted_adagrad(
                 self._tbe.weights,
                 self._tbe.state,

@@ -11,12 +11,12 @@ from dlrm_bench.kernels.embedding.place_ids import (
     Counts,
     Naming,
     Stack,
+    claim_ids,
     give_places,
-    mark_new_ids,
+    plain_claim_ids,
     plain_give_places,
-    plain_mark_new_ids,
+    triton_claim_ids,
     triton_give_places,
-    triton_mark_new_ids,
 )
 from tests.kernels.devices import DEVICE, needs_triton
 
@@ -39,22 +39,26 @@ class Memory(NamedTuple):
 
 
 def batch(seed: int, with_tables: bool, count: int = 200) -> Keys:
-    """Keys that repeat, in order; without tables some are none."""
+    """Keys that repeat; without tables some are none."""
     generator = torch.Generator().manual_seed(seed)
-    tables = torch.randint(3, (count,), generator=generator, dtype=torch.int32).sort().values
+    tables = torch.randint(3, (count,), generator=generator, dtype=torch.int32)
     ids = torch.randint(-2, 90, (count,), generator=generator)
-    ids = (ids + tables * 100).sort().values - (tables * 100 if with_tables else 0)
     if not with_tables:
-        ids = torch.where(ids < 0, -1, ids)
+        ids = torch.where(ids < 0, -1, ids + tables * 100)
     return Keys(ids.to(DEVICE), tables.to(DEVICE) if with_tables else None)
 
 
+def numbers(keys: Keys) -> list[int]:
+    return keys.numbers.tolist()
+
+
 def place(memory: Memory, keys: Keys) -> tuple[Tensor, Tensor, Counts]:
+    """The cumulative sum, the places, and what `give_places` returns."""
     places = torch.full((len(keys.ids),), 77, dtype=torch.int32, device=DEVICE)
-    marks = mark_new_ids(keys, memory.slots, places, memory.naming)
-    counts = give_places(keys, marks.cumsum(0, dtype=torch.int32), places, memory.slots, memory.stack, memory.naming)
+    claims = claim_ids(keys, memory.slots, places, memory.naming)
+    counts = give_places(keys, claims, places, memory.slots, memory.stack, memory.naming)
     memory.stack.free_count.sub_(counts.given)
-    return marks, places, counts
+    return claims.nth, places, counts
 
 
 @needs_triton
@@ -66,38 +70,43 @@ def test_kernels_do_what_plain_functions_do(monkeypatch: pytest.MonkeyPatch, wit
     plain, lacking, returned = Memory.empty(with_tables, loses), 0, 0
     for number in range(6):
         keys, results = batch(number, with_tables), []
-        for memory, mark, give in (
-            (kernels, triton_mark_new_ids, triton_give_places),
-            (plain, plain_mark_new_ids, plain_give_places),
+        for memory, claim, give in (
+            (kernels, triton_claim_ids, triton_give_places),
+            (plain, plain_claim_ids, plain_give_places),
         ):
             for kind in ("plain", "triton"):
-                monkeypatch.setattr(f"{name}.{kind}_mark_new_ids", mark)
+                monkeypatch.setattr(f"{name}.{kind}_claim_ids", claim)
                 monkeypatch.setattr(f"{name}.{kind}_give_places", give)
             memory.naming.batch.add_(1)
             memory.naming.is_new.fill_(number != 4)
             if number == 2:
                 memory.stack.free_count.clamp_(max=20)
-            marks, places, counts = place(memory, keys)
+            nth, places, counts = place(memory, keys)
             found = torch.empty_like(places)
             find_ids(keys, memory.slots, found)
             assert torch.equal(found, places), "every place is found, and no other"
             named = memory.naming.last[:-1]
-            results.append((marks, places, *counts, named.clone(), memory.stack.free_count.clone()))
+            results.append((nth, places, *counts, named.clone(), memory.stack.free_count.clone()))
         for one, two in zip(*results, strict=True):
             assert torch.equal(one, two)
         counts = Counts(*results[0][2:6])
         fresh = counts.fresh[counts.fresh >= 0]
         assert len(fresh.unique()) == len(fresh) == int(counts.given)
+        first = {key: n for n, key in reversed(list(enumerate(numbers(keys))))}
+        assert all(int(counts.fresh[n]) < 0 or first[key] == n for n, key in enumerate(numbers(keys)))
         lacking, returned = lacking + int(counts.lacking), returned + int(counts.returned)
     assert lacking > 0
     assert (returned > 0) == loses
 
 
 @needs_triton
-@pytest.mark.parametrize("give", [plain_give_places, triton_give_places])
-def test_keys_of_full_windows_are_counted(monkeypatch: pytest.MonkeyPatch, give: object) -> None:
-    """Of a map that is one window, with more places than slots."""
+@pytest.mark.parametrize(
+    ("claim", "give"), [(plain_claim_ids, plain_give_places), (triton_claim_ids, triton_give_places)]
+)
+def test_keys_of_full_windows_are_counted(monkeypatch: pytest.MonkeyPatch, claim: object, give: object) -> None:
+    """Of a map that is one window, with more places than slots; each key twice."""
     for kind in ("plain", "triton"):
+        monkeypatch.setattr(f"dlrm_bench.kernels.embedding.place_ids.{kind}_claim_ids", claim)
         monkeypatch.setattr(f"dlrm_bench.kernels.embedding.place_ids.{kind}_give_places", give)
     memory, many = Memory.empty(False, False, places=1), WINDOW + 5
     long = torch.arange(many - 1, -2, -1, dtype=torch.int32, device=DEVICE)
@@ -106,8 +115,12 @@ def test_keys_of_full_windows_are_counted(monkeypatch: pytest.MonkeyPatch, give:
         stack=Stack(long, torch.full_like(memory.stack.free_count, many), torch.full_like(long, -1), memory.stack.lost),
     )
     assert len(memory.slots.ids) == WINDOW
-    _, _, counts = place(memory, Keys(torch.arange(many, device=DEVICE)))
-    assert int(counts.given) == many
-    assert int(counts.lacking) == 5
-    assert int((counts.fresh < 0).sum()) == 5
-    assert int((memory.naming.last[:-1] == 4).sum()) == WINDOW
+    keys = Keys(torch.arange(many, device=DEVICE).repeat(2))
+    _, places, counts = place(memory, keys)
+    assert int(counts.lacking) >= 5
+    assert int((counts.fresh >= 0).sum()) == int((memory.naming.last[:-1] == 4).sum()) == WINDOW
+    assert torch.equal(places[:many], places[many:])
+    assert int((places[:many] < 0).sum()) == 5
+    found = torch.empty_like(places)
+    find_ids(keys, memory.slots, found)
+    assert torch.equal(found, places)

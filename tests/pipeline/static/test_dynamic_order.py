@@ -47,9 +47,9 @@ def launched(ranks: Ranks, careful: bool) -> tuple[list[Event], int]:
             recorder.events.append(Access(recorder._streams[-1], operator, (MEMORY, ranks.rank), elements, writes))
 
         def recorded(function: Callable[..., None], touched: Callable[..., None]) -> Callable[..., None]:
-            def run(*arguments: Any) -> None:
+            def run(*arguments: Any, **named: Any) -> None:
                 touched(*arguments)
-                function(*arguments)
+                function(*arguments, **named)
 
             return run
 

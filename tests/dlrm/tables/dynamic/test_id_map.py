@@ -171,8 +171,8 @@ def test_placing_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, evi
     """On a device whose tensors have shapes alone, and no numbers that the host could read."""
     empty = torch.empty(1, dtype=torch.int64, device="meta")
     monkeypatch.setattr(id_map, "find_ids", lambda *_: None)
-    monkeypatch.setattr(place_ids, "plain_mark_new_ids", lambda _keys, _slots, places, _naming: places)
-    monkeypatch.setattr(place_ids, "plain_give_places", lambda _keys, nth, *_: (nth, empty, empty))
+    monkeypatch.setattr(place_ids, "plain_claim_ids", lambda _keys, _slots, places, _naming: (places,) * 3)
+    monkeypatch.setattr(place_ids, "plain_give_places", lambda _keys, claims, *_: (claims.first, empty, empty))
     monkeypatch.setattr(dynamic_rows, "initial_rows", lambda *_, **__: None)
     tables = Tables(names=("a", "b"), rows=(50, 70), columns=16, hot=(1, 1), pooled=False)
     meta = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2, device=torch.device("meta"))

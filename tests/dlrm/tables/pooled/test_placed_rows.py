@@ -47,30 +47,27 @@ WHOLE = (Shard(0, 1, 0, 16), Shard(1, 0, 0, 16), Shard(1, 2, 0, 16))
 def test_rows_have_the_weights_of_their_tables(fbgemm: bool) -> None:
     dynamic = rows_of(WHOLE, fbgemm)
     rows = torch.tensor([3, 58, 3, 49], dtype=torch.int32)  # of tables 0, 2, 0, 0
-    placed, unseen = empty_placed(rows, updates=True), empty_placed(rows, updates=False)
+    placed, unseen = (empty_placed(rows, updates, dynamic=True) for updates in (True, False))
     dynamic._memory[0].fill_(7)
     dynamic._memory[1].fill_(7)
-    make_rows(dynamic, Keys(rows), None, unseen, NEW)
+    make_rows(dynamic, Keys(rows), unseen, NEW)
     assert unseen.lookup.tolist() == [-1] * 4, "an evaluation makes no rows"
-    ordered = Keys(rows.sort().values)
     for is_new in (NEW, AGAIN):
-        make_rows(dynamic, Keys(rows), ordered, placed, is_new)
-        assert placed.sorted is not None
+        make_rows(dynamic, Keys(rows), placed, is_new)
         assert placed.lacking is not None
-        assert placed.sorted.tolist() == [0, 0, 1, 2]
-        assert placed.lookup.tolist() == [0, 2, 0, 1]
+        assert placed.lookup.tolist() == [0, 1, 0, 2], "in the order in which rows are first named"
         assert placed.lacking.tolist() == [-1]
         assert dynamic.map.describe()["made"] == 3
     assert not dynamic.state[:3].any()
     assert (dynamic.state[3:] == 7).all()
     dynamic.place_unnamed(Keys(rows - 1), unseen.lookup)
     assert unseen.lookup.tolist() == [12, 13, 14, 15], "beyond all places"
-    for number, place in ((3, 0), (49, 1), (58, 2), (2, 12), (57, 13), (48, 15)):
+    for number, place in ((3, 0), (58, 1), (49, 2), (2, 12), (57, 13), (48, 15)):
         table, row = (0, number) if number < 50 else (2, number - 50)
         expected = torch.empty(1, 16)
         fill_initial_weights(expected, seed=SEED, table=table, num_embeddings=TABLES.rows[table], row_offset=row)
         assert torch.equal(dynamic._memory[0][place], expected[0]), number
-    assert [entry[:3] for entry in dynamic.entries()[:3].tolist()] == [[3, 0, 0], [49, 0, 0], [8, 0, 2]]
+    assert [entry[:3] for entry in dynamic.entries()[:3].tolist()] == [[3, 0, 0], [8, 0, 2], [49, 0, 0]]
     assert (dynamic.entries()[3:, 2] == NO_TABLE).all()
 
 
