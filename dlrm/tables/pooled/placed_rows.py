@@ -61,15 +61,12 @@ def _pools(shape: TBEShape, on_device: DeviceRows) -> list[Pool]:
     return pools
 
 
-def empty_placed(ids: Tensor, updates: bool, dynamic: bool) -> PlacedIds:
-    """Returns memory for the places of one batch's rows. ids: give the shape. updates: whether rows are updated.
-    dynamic: whether they are created when first named; else they are on two tiers of memory."""
+def empty_placed(ids: Tensor, makes: bool, sorts: bool) -> PlacedIds:
+    """Returns memory for the places of one batch's rows. ids: give the shape. makes: whether rows are created. sorts:
+    whether ids are sorted."""
     lookup = torch.zeros_like(ids, dtype=torch.int32)
-    if not updates:
-        return PlacedIds(lookup)
-    if dynamic:
-        return PlacedIds(lookup, lacking=torch.full_like(lookup[:1], -1))
-    return PlacedIds(lookup, torch.zeros_like(lookup))
+    of_sorted = torch.zeros_like(lookup) if sorts else None
+    return PlacedIds(lookup, of_sorted, torch.full_like(lookup[:1], -1) if makes else None)
 
 
 def bring_rows(tiers: TieredRows, rows: Tensor, ordered: SortedIds | None, placed: PlacedIds) -> None:

@@ -15,6 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 
 from dlrm_bench.dlrm.optimizers import SGD, Adagrad, RowWiseAdagrad, TableOptimizer
+from dlrm_bench.dlrm.tables.pooled.raw_order import RawOrder
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
 from dlrm_bench.kernels.embedding.id_map import Keys
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
@@ -108,14 +109,11 @@ class FixedTBE:
         self._offsets = torch.cat(ends).to(device=device, dtype=torch.int32)
         self._part_ids, self.num_ids = start, parts * start
         self._shape, self._rows, self._device = shape, sum(rows), device
-        self._places = places
         self._order: SortTable | None = None
-        self._first_rows: Tensor | None = None
-        self._table_of: Tensor | None = None
-        """int32 [num_ids], the place of each id's table among the tables."""
+        self._raw_order: RawOrder | None = None
         if shape.raw_ids:
             assert places is not None, "raw ids have places"
-            self._table_of, _ = self._tables_and_bags(range(self.num_tables))
+            self._raw_order = RawOrder(*self._tables_and_bags(range(self.num_tables)))
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the rate of FBGEMM's backward, starting with the next one; a captured backward keeps the rate of its
@@ -147,15 +145,8 @@ class FixedTBE:
     def sort_table(self, tables: Sequence[int]) -> SortTable:
         """Returns the SortTable to sort these tables' ids, [part][table][samples, hot], flat."""
         of_ids, bags = self._tables_and_bags(tables)
-        return SortTable(self._first_row_of(of_ids), bags, self._rows)
-
-    def _sort_of_places(self) -> SortTable:
-        assert self._places is not None, "the tables' places"
-        _, bags = self._tables_and_bags(range(self.num_tables))
-        return SortTable(torch.zeros_like(bags), bags, self._places)
-
-    def _first_row_of(self, tables: Tensor) -> Tensor:
-        return torch.tensor(self.first_row, dtype=torch.int32, device=self._device)[tables]
+        first_rows = torch.tensor(self.first_row, dtype=torch.int32, device=self._device)
+        return SortTable(first_rows[of_ids], bags, self._rows)
 
     def _tables_and_bags(self, tables: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Returns the table and the bag of each of these tables' ids, [part][table][samples, hot], flat, int32."""
@@ -169,20 +160,28 @@ class FixedTBE:
 
     def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
         """Writes rows of `weights` in ascending order to sorted_ids, int32 [num_ids], and the bag of each to
-        sorted_bags. ids: int32, or places if the tables have a number of `places`."""
-        if self._order is None:  # created on first use: it needs as much memory as the ids
-            self._order = self.sort_table(range(self.num_tables)) if self._places is None else self._sort_of_places()
-        sort_ids(ids, self._order, sorted_ids, sorted_bags)
+        sorted_bags; of raw ids, int64, the ids themselves, by table, then by id."""
+        if self._raw_order is not None:
+            self._raw_order.sort(ids, sorted_ids, sorted_bags)
+        else:
+            sort_ids(ids, self._all_tables(), sorted_ids, sorted_bags)
 
     def rows_of(self, ids: Tensor) -> Tensor:
         """Returns each id's row, counted over all tables one after another, int32 [num_ids]."""
-        if self._first_rows is None:
-            self._first_rows = self._first_row_of(self._tables_and_bags(range(self.num_tables))[0])
-        return ids + self._first_rows
+        return ids + self._all_tables().first_rows
 
     def keys_of(self, ids: Tensor) -> Keys:
         """Returns the keys of ids in the map of rows that are created when first named."""
-        return Keys(self.rows_of(ids)) if self._table_of is None else Keys(ids, self._table_of)
+        return Keys(self.rows_of(ids)) if self._raw_order is None else self._raw_order.keys(ids)
+
+    def sorted_keys(self, sorted_ids: Tensor) -> Keys:
+        """Returns the same of ids that `sort` has sorted."""
+        return Keys(sorted_ids) if self._raw_order is None else self._raw_order.sorted_keys(sorted_ids)
+
+    def _all_tables(self) -> SortTable:
+        if self._order is None:  # created on first use: it needs as much memory as the ids
+            self._order = self.sort_table(range(self.num_tables))
+        return self._order
 
 
 class PooledLookup:

@@ -47,7 +47,7 @@ WHOLE = (Shard(0, 1, 0, 16), Shard(1, 0, 0, 16), Shard(1, 2, 0, 16))
 def test_rows_have_the_weights_of_their_tables(fbgemm: bool) -> None:
     dynamic = rows_of(WHOLE, fbgemm)
     rows = torch.tensor([3, 58, 3, 49], dtype=torch.int32)  # of tables 0, 2, 0, 0
-    placed, unseen = (empty_placed(rows, updates, dynamic=True) for updates in (True, False))
+    placed, unseen = (empty_placed(rows, makes, sorts=False) for makes in (True, False))
     dynamic._memory[0].fill_(7)
     dynamic._memory[1].fill_(7)
     make_rows(dynamic, Keys(rows), unseen, NEW)

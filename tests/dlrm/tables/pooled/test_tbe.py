@@ -181,34 +181,3 @@ def test_tables_share_memory_of_other_rows(device: torch.device, fbgemm: bool) -
             each.backward(gradient)
     assert torch.equal(full.weights, shared.weights[place_of])
     assert torch.equal(full.state, shared.state[place_of])
-
-
-def test_keys_of_raw_ids_are_those_of_rows() -> None:
-    """Of two parts of a batch, whose raw ids are rows."""
-    rows, hot, samples, parts = (50, 20, 9), (2, 3, 1), 5, 2
-    shape = {"rows": rows, "hot": hot, "columns": 16, "samples": samples, "dtype": torch.float32, "parts": parts}
-    generator, cpu = torch.Generator().manual_seed(3), torch.device("cpu")
-    ids = torch.cat(
-        [torch.randint(of, (samples * n,), generator=generator).int() for of, n in zip(rows * 2, hot * 2, strict=True)]
-    )
-    raw, numbered = (
-        FixedTBE(TBEShape(**shape, raw_ids=raw), OptimizerConfig().tables, 0.1, cpu, True, places=40)  # type: ignore[arg-type]
-        for raw in (True, False)
-    )
-    keys = raw.keys_of(ids.long())
-    assert keys.tables is not None
-    assert torch.equal(torch.tensor(raw.first_row)[keys.tables] + keys.ids, numbered.keys_of(ids).ids.long())
-
-
-def test_sorts_places_with_the_bags_of_their_ids() -> None:
-    shape = TBEShape(rows=(50, 9), hot=(2, 1), columns=16, samples=2, dtype=torch.float32)
-    sorted_places, bags = torch.zeros(2, 6, dtype=torch.int32)
-    for places in (None, 12):
-        tbe = FixedTBE(shape, OptimizerConfig().tables, 0.1, torch.device("cpu"), True, places=places)
-        tbe.sort(torch.tensor([7, 3, 3, 1, 3, -1 if places else 0], dtype=torch.int32), sorted_places, bags)
-        first = 0 if places else 50
-        expected = [(-1, 3), (1, 2), (3, 0), (3, 2), (3, 1), (7, 0)] if places else None
-        if expected:
-            assert list(zip(sorted_places.tolist(), bags.tolist(), strict=True)) == expected
-        else:
-            assert sorted_places.tolist() == [1, 3, 3, 7, first, first + 3]
