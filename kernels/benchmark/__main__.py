@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.attention import last_query_attention_cases, silu_attention_cases
-from dlrm_bench.kernels.benchmark.dynamic_rows import id_map_cases, initial_rows_cases
+from dlrm_bench.kernels.benchmark.dynamic_rows import id_map_cases, initial_rows_cases, place_ids_cases
 from dlrm_bench.kernels.benchmark.fp8 import fp8_cases, fp8_copies_cases, fp8_weights_cases
 from dlrm_bench.kernels.benchmark.input_dist import (
     HOT_ROWS,
@@ -335,6 +335,7 @@ CASES = {
     "row_wise_adagrad": row_wise_adagrad_cases,
     "id_map": id_map_cases,
     "initial_rows": initial_rows_cases,
+    "place_ids": place_ids_cases,
     "pooled_lookup": pooled_lookup_cases,
     "regroup": regroup_cases,
     "cross": cross_cases,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.timing import Case
-from dlrm_bench.kernels.embedding.id_map import EMPTY, WINDOW, IdSlots, Keys, empty_slots, find_ids, insert_ids
+from dlrm_bench.kernels.embedding.id_map import EMPTY, NEAR, WINDOW, IdSlots, Keys, empty_slots, find_ids, insert_ids
 from dlrm_bench.kernels.embedding.initial_rows import RowsOfTables, initial_rows
 from dlrm_bench.kernels.embedding.place_ids import Naming, Stack, claim_ids, give_places
 
@@ -38,39 +38,48 @@ def _insert_and_take_out(keys: Keys, places: Tensor, slots: IdSlots, slot_of: Te
     slots.places.index_fill_(0, slot_of[of_new].long(), EMPTY)
 
 
-def _place_and_take_out(
-    keys: Keys, places: Tensor, slots: IdSlots, stack: Stack, naming: Naming, of_new: Tensor
-) -> None:
-    """Places keys and removes the new ones again, so that every run places the same number."""
-    claims = claim_ids(keys, slots, places, naming)
-    give_places(keys, claims, places, slots, stack, naming)
-    slots.places.index_fill_(0, stack.slot_of[of_new].long(), EMPTY)
+def _batch(with_tables: bool) -> tuple[Tensor, Tensor, str]:
+    """Returns distinct ids in order, of which those that leave a rest of 1 by 3 are new; the indices of the new ones;
+    and the shape's name."""
+    named = torch.randint(_HELD, (_ROWS,), dtype=torch.int32, device="cuda").sort().values
+    is_new = torch.arange(_ROWS, device="cuda") % (_ROWS // _NEW) == 0
+    ids = torch.where(is_new, 3 * named + 1, 3 * named).unique()
+    shape = f"{_ROWS} {'ids of tables' if with_tables else 'ids'}, {_NEW} new, of {_HELD}"
+    return ids.long() if with_tables else ids, (ids % 3 == 1).nonzero().flatten(), shape
 
 
 def id_map_cases() -> Iterator[Case]:
-    """Yields `find_ids`; and `insert_ids`, and `claim_ids` with `give_places`, together with the removal of the keys
-    that they insert."""
+    """Yields `find_ids`, and `insert_ids` together with the removal of the keys that it inserts. Bytes of a key that is
+    found: of the slots that its search reads first."""
     for with_tables in (False, True):
         slots, slot_of = _map(with_tables)
-        named = torch.randint(_HELD, (_ROWS,), dtype=torch.int32, device="cuda").sort().values
-        is_new = torch.arange(_ROWS, device="cuda") % (_ROWS // _NEW) == 0
-        ids = torch.where(is_new, 3 * named + 1, 3 * named).unique()
-        keys, key = _keys(ids.long() if with_tables else ids, with_tables), 12 if with_tables else 8
-        shape = f"{_ROWS} {'ids of tables' if with_tables else 'ids'}, {_NEW} new, of {_HELD}"
-        out = torch.empty_like(ids)
-        yield Case("find_ids", shape, key * 16 * len(ids) + key * WINDOW * _NEW, partial(find_ids, keys, slots, out))
-        new = (ids % 3 == 1).nonzero().flatten()
-        places = torch.full_like(ids, -1)
+        ids, new, shape = _batch(with_tables)
+        keys, key = _keys(ids, with_tables), 12 if with_tables else 8
+        out = torch.empty_like(ids, dtype=torch.int32)
+        nbytes = key * (NEAR * len(ids) + WINDOW * _NEW)
+        yield Case("find_ids", shape, nbytes, partial(find_ids, keys, slots, out))
+        places = torch.full_like(out, -1)
         places[new] = torch.arange(_HELD, _HELD + len(new), dtype=torch.int32, device="cuda")
         arguments = (keys, places, slots, slot_of, places[new].long())
         yield Case("insert_ids", shape, key * 32 * len(new), partial(_insert_and_take_out, *arguments))
+
+
+def place_ids_cases() -> Iterator[Case]:
+    """Yields `claim_ids` and `give_places`, each for keys that it has served before: the work is the same."""
+    for with_tables in (False, True):
+        slots, slot_of = _map(with_tables)
+        ids, new, shape = _batch(with_tables)
+        keys, key = _keys(ids, with_tables), 12 if with_tables else 8
+        one = torch.ones(1, dtype=torch.int32, device="cuda")
         free = torch.arange(_HELD, 2 * _HELD, dtype=torch.int32, device="cuda")
-        one, slot_of_free = torch.ones(1, dtype=torch.int32, device="cuda"), free[_HELD - len(new) :].long()
         stack = Stack(free, one.long() * _HELD, slot_of, torch.zeros(0, dtype=torch.bool, device="cuda"))
         naming = Naming(torch.zeros(2 * _HELD + 1, dtype=torch.int32, device="cuda"), one, one)
-        placing = (keys, torch.empty_like(out), slots, stack, naming, slot_of_free)
-        nbytes = key * (16 * len(ids) + (WINDOW + 32) * len(new))
-        yield Case("place_ids", shape, nbytes, partial(_place_and_take_out, *placing))
+        places = torch.empty_like(ids, dtype=torch.int32)
+        nbytes = key * (NEAR * len(ids) + WINDOW * _NEW) + 20 * len(ids)
+        yield Case("claim_ids", shape, nbytes, partial(claim_ids, keys, slots, places, naming))
+        claims = claim_ids(keys, slots, places, naming)
+        nbytes = 12 * len(ids) + (32 + key) * len(new)
+        yield Case("give_places", shape, nbytes, partial(give_places, keys, claims, places, slots, stack, naming))
 
 
 def initial_rows_cases() -> Iterator[Case]:

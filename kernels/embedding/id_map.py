@@ -23,8 +23,8 @@ is about 93: ln n / (a - 1 - ln a) at a load a of 0.5 (Pittel, Linear probing: t
 EMPTY = -1
 """Place in an empty slot, whose id and table may be anything."""
 NEVER = -2  # a place that no slot holds
-_STEP = 16  # slots per key that a program reads at a time
-_FIND, INSERT = 32, 128  # keys per program
+NEAR, _STEP = 4, 16  # slots per key that a program reads at first, and then at a time for keys not among them
+_FIND, INSERT = 64, 128  # keys per program
 
 
 class Keys(NamedTuple):
@@ -152,7 +152,7 @@ def plain_insert_ids(keys: Keys, places: Tensor, slots: IdSlots, slot_of: Tensor
 def triton_find_ids(keys: Keys, slots: IdSlots, places: Tensor) -> None:
     """Computes `find_ids` in one kernel."""
     if len(places):
-        sizes = (len(places), len(slots.ids) - 1, WINDOW, _STEP, _FIND, GOLDEN, MIX_1, MIX_2)
+        sizes = (len(places), len(slots.ids) - 1, WINDOW, NEAR, _STEP, _FIND, GOLDEN, MIX_1, MIX_2)
         _find_ids_kernel[(cdiv(len(places), _FIND),)](*keys, *slots, places, *sizes, num_warps=4)
 
 
@@ -166,7 +166,7 @@ def triton_insert_ids(keys: Keys, places: Tensor, slots: IdSlots, slot_of: Tenso
 @jit
 def _find_ids_kernel(
     ids, tables, slot_ids, slot_places, slot_tables, places, count, mask,
-    window: tl.constexpr, step: tl.constexpr, block: tl.constexpr,
+    window: tl.constexpr, near: tl.constexpr, step: tl.constexpr, block: tl.constexpr,
     golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
@@ -178,17 +178,26 @@ def _find_ids_kernel(
         table = tl.load(tables + at, exists, other=0)
         number = key + table.to(tl.int64) * golden
     start = mix_kernel(number * golden, mix_1, mix_2) & mask
-    found = tl.full([block], -1, tl.int32)  # place
+    # At a load of 0.5, 96% of keys are in the first slots. Those of the others are read again, out of a cache.
+    found = _place_among(exists, key, table, start, near, slot_ids, slot_places, slot_tables, mask)
+    missing = exists & (found < 0)
     first = 0
-    while (tl.max((exists & (found < 0)).to(tl.int32), 0) > 0) & (first < window):
-        slot = (start[:, None] + first + tl.arange(0, step)[None, :]) & mask
-        wanted = (exists & (found < 0))[:, None]
-        hit = wanted & (tl.load(slot_ids + slot, wanted, other=-1) == key[:, None])
-        if tables is not None:
-            hit = hit & (tl.load(slot_tables + slot, hit, other=-1) == table[:, None])
-        found = tl.maximum(found, tl.max(tl.load(slot_places + slot, hit, other=-1), 1))
+    while (tl.max(missing.to(tl.int32), 0) > 0) & (first < window):
+        place = _place_among(missing, key, table, start + first, step, slot_ids, slot_places, slot_tables, mask)
+        found = tl.maximum(found, place)
+        missing = missing & (place < 0)
         first += step
     tl.store(places + at, found, at < count)
+
+
+@jit
+def _place_among(wanted, key, table, start, slots: tl.constexpr, slot_ids, slot_places, slot_tables, mask):
+    """Finds the places of wanted keys that are in one of the next slots from their start; -1 for others."""
+    slot = (start[:, None] + tl.arange(0, slots)[None, :]) & mask
+    hit = wanted[:, None] & (tl.load(slot_ids + slot, wanted[:, None], other=-1) == key[:, None])
+    if slot_tables is not None:
+        hit = hit & (tl.load(slot_tables + slot, hit, other=-1) == table[:, None])
+    return tl.max(tl.load(slot_places + slot, hit, other=-1), 1)
 
 
 @jit

@@ -16,7 +16,9 @@ from dlrm_bench.kernels._triton import cdiv, jit, next_power_of_2, tl
 from dlrm_bench.kernels.embedding._split_mix import GOLDEN, MIX_1, MIX_2, mix, mix_kernel, shift_right
 from dlrm_bench.kernels.embedding.id_map import Keys
 
-_TILE_ELEMENTS = 2048  # of a program
+_TILE_ELEMENTS = 2048  # that a program computes at a time
+# A program looks at many targets, as few are new in a large batch; but programs must fill the GPU where many are.
+_TARGETS, _PROGRAMS = 512, 4096
 _COLUMN_BITS = 20  # of a counter
 
 
@@ -87,6 +89,7 @@ def triton_initial_rows(
     if not count:
         return
     tile, tables = max(1, _TILE_ELEMENTS // columns), len(of.starts)
+    block = max(min(_TARGETS, next_power_of_2(cdiv(count, _PROGRAMS))), tile)
     zero_columns, zero_stride = (0, 0) if zeros is None else (zeros.shape[1], zeros.stride(0))
     tensors = (out, zeros if zero_columns else None, targets, *keys, of.first_rows, of.starts, of.scales, of.bounds)
     numbering = (of.row_part, of.row_parts, tables, next_power_of_2(tables))
@@ -98,13 +101,14 @@ def triton_initial_rows(
         columns,
         zero_columns,
         _COLUMN_BITS,
+        block,
         tile,
         GOLDEN,
         MIX_1,
         MIX_2,
     )
     # Without fusion: the product and the difference are rounded separately, as in PyTorch.
-    _initial_rows_kernel[(cdiv(count, tile),)](*tensors, *sizes, num_warps=4, enable_fp_fusion=False)
+    _initial_rows_kernel[(cdiv(count, block),)](*tensors, *sizes, num_warps=4, enable_fp_fusion=False)
 
 
 @jit
@@ -128,30 +132,35 @@ def _initial_rows_kernel(
     columns: tl.constexpr,
     zero_columns: tl.constexpr,
     column_bits: tl.constexpr,
+    block: tl.constexpr,
     tile: tl.constexpr,
     golden: tl.constexpr,
     mix_1: tl.constexpr,
     mix_2: tl.constexpr,
 ) -> None:
-    at = tl.program_id(0) * tile + tl.arange(0, tile)
-    target = tl.load(targets + at, at < count, other=-1)
-    if tl.max(target, 0) >= 0:
-        number = tl.load(numbers + at, at < count, other=0).to(tl.int64)
-        if tables_of is not None:
-            table = tl.load(tables_of + at, at < count, other=0)
-        else:
-            each = tl.arange(0, table_block)
-            first = tl.load(first_rows + each, each < tables, other=9223372036854775807)
-            table = tl.maximum(tl.sum((first[None, :] <= number[:, None]).to(tl.int32), 1) - 1, 0)
-        row = row_part + (number - tl.load(first_rows + table)) * row_parts
-        high = (row >> (64 - column_bits)) & ((1 << column_bits) - 1)
-        start = tl.load(starts + table) + mix_kernel(high, mix_1, mix_2)
-        column = tl.arange(0, columns)[None, :]
-        x = ((row << column_bits)[:, None] + column) * golden + start[:, None]
-        drawn = ((mix_kernel(x, mix_1, mix_2) >> 40) & 0xFFFFFF).to(tl.float32)
-        value = drawn * tl.load(scales + table)[:, None] - tl.load(bounds + table)[:, None]
-        place = out + target.to(tl.int64)[:, None] * stride + column
-        tl.store(place, value.to(out.dtype.element_ty), (target >= 0)[:, None])
-        if zeros is not None:
-            zero = zeros + target.to(tl.int64)[:, None] * zero_stride + tl.arange(0, zero_columns)[None, :]
-            tl.store(zero, tl.full([tile, zero_columns], 0, tl.float32), (target >= 0)[:, None])
+    begin = tl.program_id(0) * block
+    each_target = begin + tl.arange(0, block)
+    if tl.max(tl.load(targets + each_target, each_target < count, other=-1), 0) >= 0:
+        for first_of_tile in range(0, block, tile):
+            at = begin + first_of_tile + tl.arange(0, tile)
+            target = tl.load(targets + at, at < count, other=-1)
+            if tl.max(target, 0) >= 0:
+                number = tl.load(numbers + at, at < count, other=0).to(tl.int64)
+                if tables_of is not None:
+                    table = tl.load(tables_of + at, at < count, other=0)
+                else:
+                    each = tl.arange(0, table_block)
+                    first = tl.load(first_rows + each, each < tables, other=9223372036854775807)
+                    table = tl.maximum(tl.sum((first[None, :] <= number[:, None]).to(tl.int32), 1) - 1, 0)
+                row = row_part + (number - tl.load(first_rows + table)) * row_parts
+                high = (row >> (64 - column_bits)) & ((1 << column_bits) - 1)
+                start = tl.load(starts + table) + mix_kernel(high, mix_1, mix_2)
+                column = tl.arange(0, columns)[None, :]
+                x = ((row << column_bits)[:, None] + column) * golden + start[:, None]
+                drawn = ((mix_kernel(x, mix_1, mix_2) >> 40) & 0xFFFFFF).to(tl.float32)
+                value = drawn * tl.load(scales + table)[:, None] - tl.load(bounds + table)[:, None]
+                place = out + target.to(tl.int64)[:, None] * stride + column
+                tl.store(place, value.to(out.dtype.element_ty), (target >= 0)[:, None])
+                if zeros is not None:
+                    zero = zeros + target.to(tl.int64)[:, None] * zero_stride + tl.arange(0, zero_columns)[None, :]
+                    tl.store(zero, tl.full([tile, zero_columns], 0, tl.float32), (target >= 0)[:, None])

@@ -28,11 +28,11 @@ from dlrm_bench.kernels.embedding.id_map import (
 )
 
 _CLAIM = -3
-"""What a slot holds between the two kernels in place of a place: _CLAIM - n for the key at index n."""
+"""Value in a claimed slot until it has a place, less the index of the key that claims it."""
 
 
 class Naming(NamedTuple):
-    """Which batch last named the key of each place, for P places."""
+    """The batch that last named the key of each place, for P places."""
 
     last: Tensor
     """int32 [P + 1]; the last entry belongs to no place."""
@@ -56,7 +56,7 @@ class Stack(NamedTuple):
 
 
 class Claims(NamedTuple):
-    """Which of N keys have no place yet."""
+    """Those of N keys that have no place yet."""
 
     first: Tensor
     """int32 [N]: index of the first occurrence of each such key; -1 for others."""
@@ -68,7 +68,7 @@ class Claims(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What `give_places` has done for N keys."""
+    """The results of `give_places` for N keys."""
 
     fresh: Tensor
     """int32 [N]: the place just given to keys[n], each once, at the key's first occurrence; -1 elsewhere."""
@@ -224,25 +224,29 @@ def _give_places_kernel(
     at = tl.program_id(0) * block + tl.arange(0, block)
     of = tl.load(first + at, at < count, other=-1)
     slot = tl.load(claimed + at, at < count, other=-1)
-    left = tl.load(free_count) - tl.load(nth + of, of >= 0, other=0)
-    place = tl.load(free + left, (of >= 0) & (left >= 0), other=empty)
-    tl.store(places + at, place, of >= 0)
-    tl.store(slot_places + slot, place, of == at)
-    given = (of == at) & (place >= 0)
-    key = tl.load(ids + at, given, other=0).to(tl.int64)
-    number = key
-    tl.store(slot_ids + slot, key, given)
-    if tables is not None:
-        table = tl.load(tables + at, given, other=0)
-        number = key + table.to(tl.int64) * golden
-        tl.store(slot_tables + slot, table, given)
-    tl.store(slot_of + place, slot, given)
-    tl.store(last + place, tl.load(batch), given & (tl.load(is_new) > 0))
-    tl.store(fresh + at, tl.where(given, place, -1), at < count)
-    without = tl.sum((slot < -1).to(tl.int64), 0)
-    if without > 0:
-        tl.atomic_add(counts, without)
-    if lost is not None:
-        again = tl.sum((tl.load(lost + (number & mask), given, other=0) != 0).to(tl.int64), 0)
-        if again > 0:
-            tl.atomic_add(counts + 1, again)
+    new = tl.full([block], -1, tl.int32)
+    # Of most blocks' keys all have places.
+    if (tl.max(of, 0) >= 0) | (tl.min(slot, 0) < -1):
+        left = tl.load(free_count) - tl.load(nth + of, of >= 0, other=0)
+        place = tl.load(free + left, (of >= 0) & (left >= 0), other=empty)
+        tl.store(places + at, place, of >= 0)
+        tl.store(slot_places + slot, place, of == at)
+        given = (of == at) & (place >= 0)
+        key = tl.load(ids + at, given, other=0).to(tl.int64)
+        number = key
+        tl.store(slot_ids + slot, key, given)
+        if tables is not None:
+            table = tl.load(tables + at, given, other=0)
+            number = key + table.to(tl.int64) * golden
+            tl.store(slot_tables + slot, table, given)
+        tl.store(slot_of + place, slot, given)
+        tl.store(last + place, tl.load(batch), given & (tl.load(is_new) > 0))
+        new = tl.where(given, place, -1)
+        without = tl.sum((slot < -1).to(tl.int64), 0)
+        if without > 0:
+            tl.atomic_add(counts, without)
+        if lost is not None:
+            again = tl.sum((tl.load(lost + (number & mask), given, other=0) != 0).to(tl.int64), 0)
+            if again > 0:
+                tl.atomic_add(counts + 1, again)
+    tl.store(fresh + at, new, at < count)

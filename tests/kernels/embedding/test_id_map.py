@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dlrm_bench.kernels.embedding._split_mix import GOLDEN, mix
 from dlrm_bench.kernels.embedding.id_map import (
     EMPTY,
     WINDOW,
@@ -64,6 +65,29 @@ def test_full_windows_say_so(find: Callable[..., None], insert: Callable[..., No
     assert int((places == -1).sum()) == int((slot_of == -1).sum()) == 5
     assert torch.equal(found(ids, slots, find), places)
     assert int((found(ids - count, slots, find) >= 0).sum()) == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("find", [plain_find_ids, triton_find_ids])
+@pytest.mark.parametrize("with_tables", [False, True])
+def test_finds_keys_in_any_slot_of_their_window_and_in_no_other(find: Callable[..., None], with_tables: bool) -> None:
+    """Some in the first slots only, and three in each slot from two before the window to many behind it. The window's
+    first slot has the id of each other one: of another table, or left behind."""
+    offsets = torch.cat([torch.arange(150) % 4, torch.arange(-2, WINDOW + 40).repeat_interleave(3)]).to(DEVICE)
+    places = torch.arange(len(offsets), dtype=torch.int32, device=DEVICE)
+    keys = Keys(places.long() * 7003 + (1 << 40), places % 5 if with_tables else None)
+    slots = empty_slots(1 << 19, DEVICE, with_tables)
+    start = mix(keys.numbers * GOLDEN) & (len(slots.ids) - 1)
+    at = (start + offsets) % len(slots.ids)
+    assert len(torch.cat([at, start[offsets != 0]]).unique()) == len(at) + int((offsets != 0).sum())
+    slots.ids[start] = slots.ids[at] = keys.ids
+    if keys.tables is not None and slots.tables is not None:
+        slots.places[start], slots.tables[start], slots.tables[at] = 1 << 20, keys.tables + 1, keys.tables
+    slots.places[at] = places
+    expected = torch.where((offsets >= 0) & (offsets < WINDOW), places, -1)
+    assert torch.equal(found(keys, slots, find), expected)
+    order = torch.randperm(len(offsets), device=DEVICE)
+    assert torch.equal(found(keys.some(order), slots, find), expected[order])
 
 
 STEPS = st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 400), max_size=60)), max_size=12)

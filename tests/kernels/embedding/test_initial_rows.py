@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dlrm_bench.dlrm.tables.initial_weights import distribution, fill_initial_weights, table_key
+from dlrm_bench.kernels.embedding import initial_rows as module
 from dlrm_bench.kernels.embedding.id_map import Keys
 from dlrm_bench.kernels.embedding.initial_rows import (
     RowsOfTables,
@@ -52,6 +53,31 @@ def test_triton_equals_plain_in_other_formats_and_past_the_tables() -> None:
     plain_initial_rows(expected, targets, Keys(numbers), of_tables())
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
     assert (expected[2] == 7).all()
+
+
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 40, 4096])
+@pytest.mark.parametrize("columns", [2, 16, 128])
+@pytest.mark.parametrize("with_tables", [False, True])
+def test_triton_finds_the_few_targets_among_many(
+    monkeypatch: pytest.MonkeyPatch, columns: int, with_tables: bool, programs: int
+) -> None:
+    """None in the first 700, then far apart and side by side, and at the end; by programs of as many targets as in
+    larger batches too."""
+    monkeypatch.setattr(module, "_PROGRAMS", programs)
+    named = torch.tensor([700, 1023, 1024, *range(1500, 1540), 2600, 2601], device=DEVICE)
+    targets = torch.full((2602,), -1, dtype=torch.int32, device=DEVICE)
+    targets[named] = torch.randperm(len(named), device=DEVICE).int()
+    numbers = torch.arange(len(targets), device=DEVICE) % sum(OF_OWNER)
+    of, keys = of_tables(), Keys(numbers)
+    if with_tables:
+        of, keys = of._replace(first_rows=torch.zeros_like(of.first_rows)), Keys(numbers, numbers.int() % 3)
+    got, expected = (torch.full((len(named) + 1, 2, columns), 7.0, device=DEVICE) for _ in range(2))
+    triton_initial_rows(got[:, 0], targets, keys, of, got[:, 1])
+    plain_initial_rows(expected[:, 0], targets, keys, of, expected[:, 1])
+    assert torch.equal(got, expected)
+    assert (got[:-1] != 7).all()
+    assert (got[-1] == 7).all()
 
 
 @needs_triton
