@@ -34,6 +34,8 @@ class BatchEnd:
         self._ranks = ranks
         self._work: dist.Work | None = None
         self._of_ranks = torch.zeros(len(ranks), dtype=torch.int64)
+        # Views, one per rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no alternative.
+        self._views = list(self._of_ranks.split(1))
         self._own = torch.zeros(1, dtype=torch.int64)
         self.problem: str | None = None
         """The error to raise after the last common batch, if ranks have different numbers of batches; else None."""
@@ -54,9 +56,7 @@ class BatchEnd:
         if self._group is not None:
             number = _NOTHING if not has_batch else _NO_FORM if form is None else _FIRST_FORM + form
             self._own.fill_(number if fits else -number)
-            # Into views, one per rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no alternative.
-            views = list(self._of_ranks.split(1))
-            self._work = dist.all_gather(views, self._own, group=self._group, async_op=True)
+            self._work = dist.all_gather(self._views, self._own, group=self._group, async_op=True)
 
     def last_group(self) -> dist.ProcessGroup | None:
         """Returns the process group, to be given back, after what has been announced on it; nothing else is."""
@@ -72,8 +72,9 @@ class BatchEnd:
             return True
         self._work.wait()
         self._work = None
-        have = self._of_ranks.abs().tolist()
-        self.fits = int(self._of_ranks.min()) >= 0
+        announced: list[int] = self._of_ranks.tolist()
+        have = [*map(abs, announced)]
+        self.fits = min(announced) >= 0
         self.one_form = len({*have} - {_NOTHING}) < 2
         self._count += 1
         if all(have) or not any(have):

@@ -24,6 +24,8 @@ Path = tuple[tuple[str, Any], ...]
 
 _DEPTH = 4
 _NONE: Mapping[int, Any] = {}
+_LEAF, _KJT, _MAPPING, _SEQUENCE, _FIELDS = "leaf", "KJT", "mapping", "sequence", "fields"
+"""Kinds of values; a KJT has fields too."""
 
 
 @contextmanager
@@ -64,12 +66,19 @@ def parts_of(batch: Any) -> tuple[list[KeyedJaggedTensor], list[Any]]:
     rest: list[Any] = []
 
     def walk(value: Any) -> None:
-        if isinstance(value, KeyedJaggedTensor):
-            kjts[id(value)] = value
-        elif _is_leaf(value):
+        kind = _kind(value.__class__)
+        if kind is _LEAF:
             rest.append(value)
+        elif kind is _KJT:
+            kjts[id(value)] = value
+        elif kind is _MAPPING:
+            for item in value.values():
+                walk(item)
+        elif kind is _SEQUENCE:
+            for item in value:
+                walk(item)
         else:
-            for _, item in _steps(value):
+            for _, item in _attributes(value):
                 walk(item)
 
     walk(batch)
@@ -92,19 +101,18 @@ def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int
     def rebuild(value: Any) -> Any:
         if id(value) in replaced:
             return replaced[id(value)]
-        if _is_leaf(value):
+        kind = _kind(value.__class__)
+        if kind is _LEAF:
             return function(value)
+        if kind is _SEQUENCE:
+            return type(value)(*map(rebuild, value)) if _is_named(value) else type(value)(map(rebuild, value))
         if isinstance(value, dict | UserDict):  # a copy of other mappings may share the items
             duplicate = copy.copy(value)
             for key, item in value.items():
                 duplicate[key] = rebuild(item)
             return duplicate
-        if isinstance(value, Mapping):
+        if kind is _MAPPING:
             return {key: rebuild(item) for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(rebuild, value))
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(rebuild, value))
         duplicate = copy.copy(value)
         for name, item in _attributes(value):
             object.__setattr__(duplicate, name, rebuild(item))
@@ -178,30 +186,46 @@ def _walk(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
 
 
 def _steps(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    if isinstance(value, Mapping):
+    kind = _kind(value.__class__)
+    if kind is _MAPPING:
         yield from ((("item", key), item) for key, item in value.items())
-    elif isinstance(value, (tuple, list)):
+    elif kind is _SEQUENCE:
         yield from ((("item", i), item) for i, item in enumerate(value))
-    elif _has_fields(value):
+    elif kind is not _LEAF:
         yield from ((("attribute", name), item) for name, item in _attributes(value))
 
 
+def _is_named(value: Any) -> bool:
+    """Whether a tuple or list is a named tuple."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or not (isinstance(value, (Mapping, tuple, list)) or _has_fields(value))
+    return _kind(value.__class__) is _LEAF
 
 
-def _has_fields(value: Any) -> bool:
-    known = isinstance(value, (Multistreamable, SimpleNamespace)) or dataclasses.is_dataclass(value)
-    return known and not isinstance(value, type)
+@cache
+def _kind(of: type) -> str:
+    """Returns how values of a type are searched. Cached, because abstract classes take long to ask."""
+    if issubclass(of, Tensor):
+        return _LEAF
+    if issubclass(of, KeyedJaggedTensor):
+        return _KJT
+    if issubclass(of, Mapping):
+        return _MAPPING
+    if issubclass(of, (tuple, list)):
+        return _SEQUENCE
+    has_fields = issubclass(of, (Multistreamable, SimpleNamespace)) or dataclasses.is_dataclass(of)
+    return _FIELDS if has_fields and not issubclass(of, type) else _LEAF
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
     kind: Any = type(value)
     own = getattr(value, "__dict__", None) or {}
-    for name in _slots(kind):
-        if name not in own and hasattr(value, name):
-            yield name, getattr(value, name)
-    yield from own.items()
+    if not (slots := _slots(kind)):
+        return own.items()
+    of_slots = [(name, getattr(value, name)) for name in slots if name not in own and hasattr(value, name)]
+    return [*of_slots, *own.items()]
 
 
 @cache

@@ -1,6 +1,7 @@
 """The forms of batches that have graphs of whole iterations."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .batch_signature import signature
 from .trimmed.static_dist import Sizes
 
 Form = tuple[Any, ...]
+_DTYPE = attrgetter("dtype")
 
 
 class BatchForms:
@@ -90,12 +92,10 @@ class BatchForm:
         self._form = _form_of(kjts, rest)
         self._ids = [[_ids_of_key(key, declared, kjt.stride()) for key in list(kjt.keys())] for kjt in kjts]
         self._even = [all(_is_even(key, declared) for key in list(kjt.keys())) for kjt in kjts]
+        self.vary = [not even for even in self._even]
+        """Whether the lengths of each used KJT change from batch to batch."""
         self._expected: list[Tensor] = []
-
-    @property
-    def vary(self) -> list[bool]:
-        """Returns, for each used KJT, whether its lengths change from batch to batch."""
-        return [not even for even in self._even]
+        self._dtypes: list[torch.dtype] = []
 
     def used(self, kjts: Sequence[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
         """Returns the batch's KJTs that a module receives."""
@@ -107,13 +107,14 @@ class BatchForm:
 
     def _has_declared(self, kjts: Sequence[KeyedJaggedTensor]) -> bool:
         """Whether all bags have the declared sizes, or all features the declared number of ids, if the host knows."""
-        if any(kjt.device().type != "cpu" for kjt in kjts):
-            return True
-        own = [
-            kjt.lengths() if even else kjt.lengths().view(-1, kjt.stride()).sum(dim=1)
-            for kjt, even in zip(kjts, self._even, strict=True)
-        ]
-        if [of.dtype for of in own] != [of.dtype for of in self._expected]:
+        own: list[Tensor] = []
+        for kjt, even in zip(kjts, self._even, strict=True):
+            if not kjt.values().is_cpu:
+                return True
+            lengths = kjt.lengths()
+            own.append(lengths if even else lengths.view(-1, kjt.stride()).sum(dim=1))
+        if (dtypes := [*map(_DTYPE, own)]) != self._dtypes:
+            self._dtypes = dtypes
             self._expected = [
                 torch.tensor([n // kjt.stride() for n in ids], dtype=of.dtype).repeat_interleave(kjt.stride())
                 if even

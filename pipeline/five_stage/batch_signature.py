@@ -20,11 +20,6 @@ _PLAIN = {*CONSTANT, bool}
 _SHOWN = 60  # characters of a field's value in a message
 
 
-class _OfTensor(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class _OfArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
@@ -57,7 +52,7 @@ def signature(leaf: Any) -> Any:
     """Returns what a graph cannot change of a field: a tensor's shape and dtype, else the value. None for a value of a
     type whose values are not known to differ where their text does: the text of an object may be its address."""
     if isinstance(leaf, Tensor):
-        return _OfTensor(leaf.shape, leaf.dtype)
+        return leaf.shape, leaf.dtype
     if type(leaf) in _PLAIN:
         return repr(leaf)
     if isinstance(leaf, Enum):

@@ -6,10 +6,12 @@ swapped in, and a replaced parameter or buffer, leave it with memory that the mo
 """
 
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+_MODE, _TRAINED = itemgetter("training"), attrgetter("requires_grad")
 
 
 class _Place(NamedTuple):
@@ -37,10 +39,9 @@ class FrozenModel:
             for of in (module._parameters, module._buffers)
             for key in of
         ]
-        self._lookups = [(place.of, place.key) for place in self._places]
         self._named, self._registered = named, len(self._places)
         self._before: dict[int, dict[str, Any]] = {}
-        self._remember(*self._now())
+        self._watch(self._places)
 
     def change(self) -> str | None:
         """Returns the change of the model since the last call, for a message; None without one."""
@@ -92,11 +93,11 @@ class FrozenModel:
 
     def _watch(self, places: list[_Place]) -> None:
         self._places = places
-        self._lookups = [(place.of, place.key) for place in places]
+        self._lookups = [place.of for place in places], [place.key for place in places]
         self._remember(*self._now())
 
     def _now(self) -> tuple[list[Any], list[bool]]:
-        return [of.get(key) for of, key in self._lookups], [of["training"] for of in self._modules]
+        return [*map(dict.get, *self._lookups)], [*map(_MODE, self._modules)]
 
     def _remember(self, tensors: list[Any], modes: list[bool]) -> None:
         self._tensors, self._modes = tensors, modes
@@ -135,7 +136,7 @@ class TrainedParameters:
     def check(self) -> None:
         """Raises ValueError, naming a parameter that has been frozen or unfrozen since the first batch; before that
         batch, a parameter of the dense part may still be frozen."""
-        flags = [parameter.requires_grad for parameter in self._parameters]
+        flags = [*map(_TRAINED, self._parameters)]
         if flags == self._flags and self._begun:
             return
         for name, now, was, may_freeze in zip(self._names, flags, self._flags, self._may_freeze, strict=True):

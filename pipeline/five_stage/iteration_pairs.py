@@ -60,8 +60,9 @@ class Pairs:
     def is_due(self, pair: Pair) -> bool:
         """Whether graphs of this pair are to be captured: the pair has no graphs, and all of its work has run eagerly
         before, so that libraries are initialised for its shapes, which is impossible during a capture."""
-        known = self._trained[pair.now] > 0 and self._brought[pair.ahead] > 0
-        return pair not in self.graphs and known and self.rehearsals >= TURNS
+        if pair in self.graphs:
+            return False
+        return self._trained[pair.now] > 0 and self._brought[pair.ahead] > 0 and self.rehearsals >= TURNS
 
     def is_new(self, pair: Pair) -> bool:
         """Whether this pair's graphs have never been captured on all ranks."""

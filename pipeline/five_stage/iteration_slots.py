@@ -33,16 +33,22 @@ def batch_bytes(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in (*fields_of(batch), *(of for kjt in kjts for of in _ids_of(kjt))))
 
 
-def copy_by_type(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copies tensors [any shapes and types] into others of equal shapes and types, with a launch for each type."""
-    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for to, of in zip(into, tensors, strict=True):
-        pair = by_type.setdefault(of.dtype, ([], []))
-        pair[0].append(to)
-        pair[1].append(of)
-    with torch.no_grad():
-        for tos, ofs in by_type.values():
-            torch._foreach_copy_(tos, ofs, non_blocking=True)
+class CopyByType:
+    """A copy of tensors [any shapes and types] into others of equal shapes and types, with a launch for each type."""
+
+    def __init__(self, into: Sequence[Tensor]) -> None:
+        by_type: dict[torch.dtype, list[int]] = {}
+        for i, to in enumerate(into):
+            by_type.setdefault(to.dtype, []).append(i)
+        self._places = [([into[i] for i in places], places) for places in by_type.values()]
+        self._count = len(into)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        """Copies on the current stream."""
+        assert len(tensors) == self._count, "one for each"
+        with torch.no_grad():
+            for into, places in self._places:
+                torch._foreach_copy_(into, [tensors[i] for i in places], non_blocking=True)
 
 
 class Staging:
@@ -57,6 +63,7 @@ class Staging:
         self._features = [own[id(kjt)] for kjt in features]
         self.fields = [torch.zeros_like(field) for field in _tensors(rest)]
         self._memory = [*self.fields, *self._of_kjts(list(own.values()))]
+        self._copy = CopyByType(self._memory)
         self.holds: Any = None
         """Whose batch is in it."""
 
@@ -74,7 +81,7 @@ class Staging:
     def fill(self, batch: Any) -> None:
         """Copies a batch on the device, on the current stream."""
         kjts, rest = parts_of(batch)
-        copy_by_type(self._memory, [*_tensors(rest), *self._of_kjts(self._form.used(kjts))])
+        self._copy([*_tensors(rest), *self._of_kjts(self._form.used(kjts))])
 
     def hold(self, batch: Any) -> None:
         """Copies a batch in flight, and holds it from now on."""
@@ -82,11 +89,12 @@ class Staging:
         self.holds = batch
 
     def _of_kjts(self, kjts: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
-        return [
-            tensor
-            for kjt, varies in zip(kjts, self._form.vary, strict=True)
-            for tensor in (*_ids_of(kjt), *([kjt.lengths()] if varies else []))
-        ]
+        tensors: list[Tensor] = []
+        for kjt, varies in zip(kjts, self._form.vary, strict=True):
+            tensors += _ids_of(kjt)
+            if varies:
+                tensors.append(kjt.lengths())
+        return tensors
 
 
 class Slot:
@@ -123,7 +131,7 @@ class Slot:
 
     def fill(self, fields: Sequence[Tensor], distribution: Distribution) -> None:
         """Copies a batch and what its input dist has made, on the current stream."""
-        copy_by_type(self._memory, [*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
+        CopyByType(self._memory)([*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
 
     @property
     def nbytes(self) -> int:

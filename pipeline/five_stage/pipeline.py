@@ -246,8 +246,7 @@ class FiveStagePipeline(Generic[In, Out]):
             self._input_dist(now, "features")
             self._streams.wait(now.distributed)
 
-        for of in (now, ahead):
-            self._streams.wait(of.copied if of is not None else None)
+        self._streams.wait(now.copied, None if ahead is None else ahead.copied)
         output = graph.train(now, ahead, distribute)
         if not graph.updates:
             self._dense_update(self._streams.mark())

@@ -7,7 +7,8 @@ learning rate is frozen with the other numbers until it changes; from then on th
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import is_
+from itertools import chain, repeat
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def _capturable(optimizer: Optimizer) -> bool:
     return all(group.get("capturable") for group in optimizer.param_groups)
 
 
+_GRAD, _VALUES = attrgetter("grad"), methodcaller("values")
+_NOT_FROZEN = {"params", "lr", "initial_lr"}
+"""Entries of a parameter group that may change; the last one is a scheduler's own."""
+
+
 class StepWork:
     """Launches of one optimizer's step, with memory and numbers that are checked before every step. They may be part of
     its own graph (StepGraph) or of an iteration's."""
@@ -67,7 +73,8 @@ class StepWork:
         self._tensors: list[Tensor] = []
         """The tensors in `_memory`."""
         self._layouts: list[Any] = []
-        """Their addresses and layouts: a parameter may move to other memory (`parameter.data = ...`)."""
+        """Their addresses and layouts, after the size of each parameter's state: a parameter may move to other memory
+        (`parameter.data = ...`)."""
         self._steps = self._unchanged = 0
         self._counts: list[Tensor] = []
         self._on_device: list[Tensor] = []
@@ -107,30 +114,24 @@ class StepWork:
         """Looks for changes, and calls `forget` if there are any. Must be called before every step, with its gradients
         in place."""
         self._steps += 1
-        state = self._optimizer.state
         frozen: list[Any] = []
         rates: list[Any] = []
-        memory: list[Any] = []
         parameters: list[Tensor] = []
-        grads: list[Tensor | None] = []
         for group in self._optimizer.param_groups:
-            for name, value in group.items():
-                if name == "lr":
-                    rates.append(_number(value))
-                elif name == "params":
-                    parameters += value
-                    for parameter in value:
-                        memory.append(parameter)
-                        memory += state[parameter].values() if parameter in state else ()
-                        grads.append(parameter.grad)  # for a slice of tables, a different view each time
-                elif name != "initial_lr":  # owned by a scheduler
-                    frozen.append(value)
-        same = len(memory) == len(self._memory) and all(map(is_, memory, self._memory))
+            parameters += group["params"]
+            frozen += [value for name, value in group.items() if name not in _NOT_FROZEN]
+            if "lr" in group:
+                rates.append(_number(group["lr"]))
+        states = _states_of(parameters, self._optimizer.state)
+        memory = [*parameters, *chain.from_iterable(map(_VALUES, states))]
+        same = _identical(memory, self._memory)
         if not same:
             self._tensors = [value for value in memory if isinstance(value, Tensor)]
+        grads = [*map(_GRAD, parameters)]  # for a slice of tables, a different view each time
         present = [grad for grad in grads if grad is not None]
-        of_grads = [*map(Tensor.data_ptr, present), *(grad is None for grad in grads)]
-        layouts = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters), *of_grads]
+        of_grads = [*map(Tensor.data_ptr, present), *map(is_, grads, repeat(None))]
+        of_tensors = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters)]
+        layouts = [*map(len, states), *of_tensors, *of_grads]
         if not same or layouts != self._layouts or not _equal(frozen, self._frozen):
             self.forget()
             # Most optimizers create their state in the very first step.
@@ -327,6 +328,13 @@ def _sgd_by_device_rate(
     torch._foreach_add_(parameters, torch._foreach_mul(grads, -lr))
 
 
+def _states_of(parameters: list[Tensor], state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Returns each parameter's state; empty where it has none."""
+    if len(state) == len(parameters) and all(map(is_, state, parameters)):
+        return [*state.values()]  # without look-ups, which call a tensor's __hash__, in Python
+    return [state.get(parameter, {}) for parameter in parameters]
+
+
 def _number(rate: Any) -> Any:
     """Returns a learning rate as a number, unless it is a tensor on the device."""
     return rate.item() if isinstance(rate, Tensor) and rate.device.type == "cpu" else rate
@@ -334,7 +342,15 @@ def _number(rate: Any) -> Any:
 
 def _equal(one: list[Any], other: list[Any]) -> bool:
     """Compares tensors by identity, because their values are on the device."""
-    return len(one) == len(other) and all(
-        a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-        for a, b in zip(one, other, strict=True)
+    return _identical(one, other) or (
+        len(one) == len(other)
+        and all(
+            a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+            for a, b in zip(one, other, strict=True)
+        )
     )
+
+
+def _identical(one: list[Any], other: list[Any]) -> bool:
+    """Whether lists hold the same objects; compared in C, as for most steps."""
+    return len(one) == len(other) and all(map(is_, one, other))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,7 @@ from dlrm_bench.pipeline.five_stage.captured_update import CapturedUpdate
 from dlrm_bench.pipeline.five_stage.dense_update import WATCHED, DenseUpdate
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
-from dlrm_bench.pipeline.five_stage.step_graph import CHANGED, WARM_UP, why_never
+from dlrm_bench.pipeline.five_stage.step_graph import CHANGED, WARM_UP, StepWork, why_never
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.graphed_steps import ANEW, CPU, Twins, graphs_on_cpu
 from tests.pipeline.five_stage.torchrec_models import Trained, batches, build, drain, state
@@ -154,6 +154,41 @@ def test_other_tensors_are_noticed():
     assert twins.update.why_not == f"{WARM_UP} of 20 steps ran eagerly: {CHANGED}"
     twins.update.close()
     assert twins.update.why_not is None or "3 of 20" in twins.update.why_not
+
+
+@pytest.mark.usefixtures("graphed")
+def test_states_belong_to_parameters_in_any_order():
+    twins = Twins()
+    twins.run(10)
+
+    def reverse(adagrad: Adagrad) -> None:
+        items = list(adagrad.state.items())
+        adagrad.state.clear()
+        adagrad.state.update(reversed(items))
+
+    def replace(adagrad: Adagrad) -> None:
+        last = adagrad.state[adagrad.param_groups[0]["params"][-1]]
+        last["sum"] = last["sum"].clone()
+
+    twins.both(reverse)
+    assert twins.run(10) == (0, 10)
+    twins.both(replace)
+    assert twins.run(10) == ANEW
+
+
+def test_state_that_goes_to_the_next_parameter_is_noticed():
+    """All tensors together stay the same, in the same order."""
+    one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    adagrad, forgotten = Adagrad([one, other]), []
+    work = StepWork(adagrad)
+    work.forget = lambda: forgotten.append(True)
+    for _ in range(3):
+        work.look()
+    before = len(forgotten)
+    name, value = adagrad.state[one].popitem()
+    adagrad.state[other] = {f"last {name}": value, **adagrad.state[other]}
+    work.look()
+    assert len(forgotten) == before + 1
 
 
 @pytest.mark.usefixtures("graphed")
