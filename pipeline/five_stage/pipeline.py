@@ -246,7 +246,8 @@ class FiveStagePipeline(Generic[In, Out]):
             self._input_dist(now, "features")
             self._streams.wait(now.distributed)
 
-        self._streams.wait(now.copied, None if ahead is None else ahead.copied)
+        for of in (now, ahead):
+            self._streams.wait(of.copied if of is not None else None)
         output = graph.train(now, ahead, distribute)
         if not graph.updates:
             self._dense_update(self._streams.mark())

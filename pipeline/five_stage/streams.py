@@ -32,12 +32,10 @@ class StageStreams:
         if after is not None:
             self._side[name].wait_event(after)
 
-    def wait(self, *events: torch.cuda.Event | None) -> None:
-        """Makes the current stream wait for events."""
-        if present := [event for event in events if event is not None]:
-            current = self.current()
-            for event in present:
-                current.wait_event(event)
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Makes the current stream wait for `event`."""
+        if event is not None:
+            self.current().wait_event(event)
 
     def record(self, *crossing: Any) -> None:
         """Tells the allocator that the current stream reads these batches or TorchRec objects."""
