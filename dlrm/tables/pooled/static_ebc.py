@@ -202,7 +202,7 @@ class StaticEBC:
             ids.overflow = self._overflows.empty()
         if sorts and self.presort:
             ids.sorted = self._empty_sorted(ids)
-        if self.dynamic is not None or self.in_tiers:
+        if self._tbe.by_places:
             makes = sorts and self.dynamic is not None
             ids.placed = placed_rows.empty_placed(received.own, makes, sorts=ids.sorted is not None)
         return ids
