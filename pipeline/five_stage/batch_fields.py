@@ -10,7 +10,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,25 +64,27 @@ def parts_of(batch: Any) -> tuple[list[KeyedJaggedTensor], list[Any]]:
     """Returns the KJTs of a batch, each once, and all other leaves, in one pass."""
     kjts: dict[int, KeyedJaggedTensor] = {}
     rest: list[Any] = []
-
-    def walk(value: Any) -> None:
-        kind = _kind(value.__class__)
-        if kind is _LEAF:
-            rest.append(value)
-        elif kind is _KJT:
-            kjts[id(value)] = value
-        elif kind is _MAPPING:
-            for item in value.values():
-                walk(item)
-        elif kind is _SEQUENCE:
-            for item in value:
-                walk(item)
-        else:
-            for _, item in _attributes(value):
-                walk(item)
-
-    walk(batch)
+    _sort_parts(batch, kjts, rest)
     return list(kjts.values()), rest
+
+
+# A function within another one that calls itself would be a reference cycle, which keeps what it has seen, batches in
+# GPU memory, until Python collects cycles; the training loop switches that off.
+def _sort_parts(value: Any, kjts: dict[int, KeyedJaggedTensor], rest: list[Any]) -> None:
+    kind = _kind(value.__class__)
+    if kind is _LEAF:
+        rest.append(value)
+    elif kind is _KJT:
+        kjts[id(value)] = value
+    elif kind is _MAPPING:
+        for item in value.values():
+            _sort_parts(item, kjts, rest)
+    elif kind is _SEQUENCE:
+        for item in value:
+            _sort_parts(item, kjts, rest)
+    else:
+        for _, item in _attributes(value):
+            _sort_parts(item, kjts, rest)
 
 
 def follow(batch: Any, path: Path) -> Any:
@@ -97,28 +99,25 @@ def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int
 
     replaced: replacements, by id, for objects that are not searched.
     """
-
-    def rebuild(value: Any) -> Any:
-        if id(value) in replaced:
-            return replaced[id(value)]
-        kind = _kind(value.__class__)
-        if kind is _LEAF:
-            return function(value)
-        if kind is _SEQUENCE:
-            return type(value)(*map(rebuild, value)) if _is_named(value) else type(value)(map(rebuild, value))
-        if isinstance(value, dict | UserDict):  # a copy of other mappings may share the items
-            duplicate = copy.copy(value)
-            for key, item in value.items():
-                duplicate[key] = rebuild(item)
-            return duplicate
-        if kind is _MAPPING:
-            return {key: rebuild(item) for key, item in value.items()}
-        duplicate = copy.copy(value)
-        for name, item in _attributes(value):
-            object.__setattr__(duplicate, name, rebuild(item))
+    if id(batch) in replaced:
+        return replaced[id(batch)]
+    kind = _kind(batch.__class__)
+    if kind is _LEAF:
+        return function(batch)
+    again = partial(map_fields, function=function, replaced=replaced)
+    if kind is _SEQUENCE:
+        return type(batch)(*map(again, batch)) if _is_named(batch) else type(batch)(map(again, batch))
+    if isinstance(batch, dict | UserDict):  # a copy of other mappings may share the items
+        duplicate = copy.copy(batch)
+        for key, item in batch.items():
+            duplicate[key] = again(item)
         return duplicate
-
-    return rebuild(batch)
+    if kind is _MAPPING:
+        return {key: again(item) for key, item in batch.items()}
+    duplicate = copy.copy(batch)
+    for name, item in _attributes(batch):
+        object.__setattr__(duplicate, name, again(item))
+    return duplicate
 
 
 def copy_of(batch: Any, kept: Mapping[int, Any] = _NONE) -> Any:
