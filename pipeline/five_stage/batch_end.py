@@ -2,17 +2,15 @@
 iteration.
 
 A rank that has run out of batches starts no more collectives, so the other ranks' collectives would wait for it
-forever, on GPUs invisibly to the host. Ranks inform each other on the host, through gloo, while the previous iteration
-runs: no stream and no device takes part.
+forever, on GPUs invisibly to the host. Ranks inform each other on the host (host_exchange.py), while the previous
+iteration runs: no stream and no device takes part.
 """
 
-from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
-from .groups import group_timeout, lend_group
+from .host_exchange import HostExchange, host_exchange
 
 UnevenEnd = Literal["error", "stop", "ignore"]
 
@@ -26,17 +24,11 @@ class BatchEnd:
 
     def __init__(self, group: dist.ProcessGroup, mode: UnevenEnd) -> None:
         """Collective over `group`, except for a single rank and for mode "ignore", which exchange nothing."""
-        self._mode, self._count = mode, 0
-        self._group: dist.ProcessGroup | None = None
-        ranks = dist.get_process_group_ranks(group)
-        if mode != "ignore" and len(ranks) > 1:
-            self._group = lend_group("host", ranks, partial(_on_the_host, ranks))
-        self._ranks = ranks
-        self._work: dist.Work | None = None
-        self._of_ranks = torch.zeros(len(ranks), dtype=torch.int64)
-        # Views, one per rank: all_gather_into_tensor warns from torch 2.13 on, and 2.11 has no alternative.
-        self._views = list(self._of_ranks.split(1))
-        self._own = torch.zeros(1, dtype=torch.int64)
+        self._mode, self._count, self._started = mode, 0, False
+        self._ranks = dist.get_process_group_ranks(group)
+        self._exchange: HostExchange | None = None
+        if mode != "ignore" and len(self._ranks) > 1:
+            self._exchange = host_exchange(group)
         self.problem: str | None = None
         """The error to raise after the last common batch, if ranks have different numbers of batches; else None."""
         self.one_form = True
@@ -53,26 +45,23 @@ class BatchEnd:
         all ranks' collectives could run it: ranks replay such a graph together or not at all. fits: beside the
         graphs."""
         self.fits = fits
-        if self._group is not None:
+        if self._exchange is not None:
             number = _NOTHING if not has_batch else _NO_FORM if form is None else _FIRST_FORM + form
-            self._own.fill_(number if fits else -number)
-            self._work = dist.all_gather(self._views, self._own, group=self._group, async_op=True)
+            self._exchange.start(number if fits else -number)
+            self._started = True
 
-    def last_group(self) -> dist.ProcessGroup | None:
-        """Returns the process group, to be given back, after what has been announced on it; nothing else is."""
-        if self._work is not None:
-            self._work.wait()
-        group, self._work, self._group = self._group, None, None
-        return group
+    def close(self) -> None:
+        """Ends the announcements; nothing is announced after it."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange, self._started = None, False
 
     def settle(self) -> bool:
         """Waits for the announcement; returns False if this rank must not train on its batch, because another rank has
         none."""
-        if self._work is None:
+        if self._exchange is None or not self._started:
             return True
-        self._work.wait()
-        self._work = None
-        announced: list[int] = self._of_ranks.tolist()
+        announced, self._started = self._exchange.finish(), False
         have = [*map(abs, announced)]
         self.fits = min(announced) >= 0
         self.one_form = len({*have} - {_NOTHING}) < 2
@@ -87,14 +76,3 @@ class BatchEnd:
                 "ranks the same number of batches, or FiveStageOptions(uneven_end='stop') to end after the shortest"
             )
         return False
-
-
-def _on_the_host(ranks: list[int]) -> dist.ProcessGroup:
-    """Returns a gloo group. ValueError if gloo finds no network."""
-    try:
-        return dist.new_group(ranks, timeout=group_timeout(), backend="gloo", use_local_synchronization=True)
-    except RuntimeError as error:
-        raise ValueError(
-            f"uneven_end needs a gloo process group, but none can be made here ({error}): set GLOO_SOCKET_IFNAME, or "
-            "FiveStageOptions(uneven_end='ignore')"
-        ) from error

@@ -184,7 +184,8 @@ class FiveStagePipeline(Generic[In, Out]):
             if graphed is not None and not self._failed:  # closing waits for the device
                 graphed.close()
         if groups and not self._failed:
-            give_back(self._end.last_group(), self._group, getattr(self._graph, "group", None))
+            self._end.close()
+            give_back(self._group, getattr(self._graph, "group", None))
 
     def __enter__(self) -> "FiveStagePipeline[In, Out]":
         return self
