@@ -1,8 +1,9 @@
 """The state of the machine during a run: clocks, temperature, power and throttling by NVML, garbage collections.
 
 One thread per rank queries NVML for its GPU: a hundred times per second after the warm-up, then ever less often down to
-twice per second, so that even a window of 0.2 s has ten samples. A query takes microseconds, and neither waits for the
-GPU nor holds Python's interpreter lock.
+twice per second, so that even a window of 0.2 s has ten samples. A query takes 0.1 ms, and neither waits for the GPU
+nor holds Python's interpreter lock. That of the energy counter takes milliseconds of a core: it is made as often as the
+counter changes.
 """
 
 import gc
@@ -26,6 +27,8 @@ INTERVAL_S = 0.5
 """The longest time between two samples, in seconds."""
 _WARMUP_INTERVAL_S = 0.02
 _FIRST_INTERVAL_S = 0.01
+_ENERGY_INTERVAL_S = 0.1
+"""The shortest time between two queries of the energy counter, which changes ten times per second."""
 _OF_ELAPSED = 0.05
 """Time to the next sample, as a share of the time since the warm-up."""
 KEPT_OF_WARMUP, KEPT = 10, 100
@@ -123,15 +126,17 @@ class RunMonitor:
         with nvml_session() as works:
             gpu = current_gpu() if works else None
             self._samples.gpu = gpu_uuid(gpu)
-            ended, begin = gpu is None, None
+            ended, begin, energy_at = gpu is None, None, float("-inf")
             while not ended:  # not before the first wait, when the GPU may still be idle
                 wait = _WARMUP_INTERVAL_S
                 if self._clock.iterations >= self._warmup:
                     begin = begin or time.monotonic()
                     wait = max(_FIRST_INTERVAL_S, _OF_ELAPSED * (time.monotonic() - begin))
                 ended = self._end.wait(min(wait, self._interval_s))
-                stretch = self._clock.stretch
-                self._samples.states.append((self._clock.iterations, gpu_state(gpu)))
+                stretch, iterations = self._clock.stretch, self._clock.iterations
+                if energy := ended or time.monotonic() - energy_at >= _ENERGY_INTERVAL_S:
+                    energy_at = time.monotonic()
+                self._samples.states.append((iterations, gpu_state(gpu, energy)))
                 self._samples.seconds.append(time.monotonic())
                 self._samples.stretches.append(stretch)
 

@@ -122,8 +122,10 @@ def test_a_collection_within_the_loop_is_seen_and_those_around_it_are_not() -> N
 
 def test_the_gpu_is_sampled_while_the_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = threading.Semaphore(0)
+    asked: list[bool] = []
 
-    def gpu_state(_: str) -> GpuState:
+    def gpu_state(_: str, energy: bool) -> GpuState:
+        asked.append(energy)
         sampled.release()
         return GpuState(1980.0, 50.0, 700.0, 0x4)
 
@@ -133,6 +135,7 @@ def test_the_gpu_is_sampled_while_the_loop_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     clock = IterationClock(CPU)
+    monkeypatch.setattr(monitor, "_ENERGY_INTERVAL_S", 60.0)
     with RunMonitor(torch.device("cuda"), clock, interval_s=0.01) as watched:
         clock.start()
         for lap in range(50):
@@ -140,6 +143,7 @@ def test_the_gpu_is_sampled_while_the_loop_runs(monkeypatch: pytest.MonkeyPatch)
             if lap in (20, 40):
                 assert sampled.acquire(timeout=60)
         clock.pause()
+    assert asked == [True, *[False] * (len(asked) - 2), True]  # the energy counter's interval, and the end
     conditions = watched.gather()
     assert conditions["samples"] >= 3  # two in the loop, one at its end
     assert conditions["throttled"] is True
