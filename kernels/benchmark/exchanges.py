@@ -1,8 +1,8 @@
 """Compares ways to exchange table rows with host memory: python -m dlrm_bench.kernels.benchmark.exchanges [rows of an
 exchange]. Takes half a minute on a GPU with 5 GB of host memory.
 
-- kernel: a kernel that reads and writes host memory, as in training (kernels/embedding/tiered_rows.py), and the same in
-  Triton.
+- kernel: a kernel that reads and writes host memory, as in training (kernels/embedding/tiered_rows.py), the same with
+  several warps on few multiprocessors (blocks x warps), and the same in Triton.
 - host threads: they gather the incoming rows in pinned memory, the copy engine moves these to the device and the
   leaving rows to pinned memory, and the threads scatter those. Without threads: the copies and the device's part alone,
   of rows that somebody has gathered, the upper limit.
@@ -33,12 +33,14 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels.benchmark.graph_time import captured
-from dlrm_bench.kernels.embedding.tiered_rows import Tiers, exchange_rows, triton_exchange_rows
+from dlrm_bench.kernels.embedding.tiered_rows import ExchangeRows, Tiers, exchange_rows, triton_exchange_rows
 
 _ROWS, _COLUMNS = 1 << 22, 128
 _EXCHANGED = 20_159  # missing rows of 6,912 samples per GPU on two GPUs, half of the rows on the device, by simulation
 _SETS = 16  # of rows, exchanged in turn: more than a CPU's cache holds
 _THREADS = (2, 4, 8, 16)
+_BLOCKS = ((4, 32), (8, 16), (8, 32), (16, 8), (16, 16), (32, 4))
+"""Blocks, and warps of each, of kernels on few multiprocessors."""
 _WARM_S, _SECONDS = 0.2, 0.6
 _IN_FLIGHT = 2
 
@@ -210,7 +212,16 @@ def _ways(tiers: Tiers, rows: int) -> Iterator[tuple[str, Callable[[], None], Ca
     in_host = [torch.randperm(len(tiers.host))[:rows] for _ in range(_SETS)]
     bounds = torch.tensor([0, rows], dtype=torch.int32, device="cuda")
     places, sets = on_device.int(), [of.int().cuda() for of in in_host]  # graphs hold none of their tensors
-    for name, exchange in (("kernel", exchange_rows), ("kernel, Triton", triton_exchange_rows)):
+
+    def on_few(blocks: int, warps: int, *arguments: Any) -> None:
+        ExchangeRows(*arguments).cuda(blocks, warps)
+
+    kernels: list[tuple[str, Callable[..., None]]] = [
+        ("kernel", exchange_rows),
+        ("kernel, Triton", triton_exchange_rows),
+    ]
+    kernels += [(f"kernel, {blocks} x {warps}", partial(on_few, blocks, warps)) for blocks, warps in _BLOCKS]
+    for name, exchange in kernels:
         graphs = [captured(partial(exchange, tiers, places, of, bounds)) for of in sets]
         yield name, _Launched(_in_turn([graph.replay for graph in graphs])), torch.cuda.synchronize
     for threads in (0, *_THREADS):

@@ -1,7 +1,7 @@
 // Exchange of rows between the device's memory and the host's; see tiered_rows.py.
 //
-// A block is one warp with at most 32 registers per thread and no shared memory: it fits beside a matrix product's
-// block that uses the rest of a multiprocessor. So products do not wait for multiprocessors that wait for the link.
+// Warps are independent of one another. They have at most 32 registers per thread and no shared memory: one on each
+// multiprocessor fits beside a matrix product's block that leaves a few registers, and many fit on one multiprocessor.
 //
 // No headers: NVRTC comes with none. Macros: ELEMENTS, the number of fp32 elements of a row, weights and state.
 
@@ -28,8 +28,9 @@ __device__ __forceinline__ float4 load(const float4* at) {
 }
 
 extern "C" __global__ void __maxnreg__(32) exchange_rows(const __grid_constant__ Arguments of) {
-  const int lane = threadIdx.x, last = of.bounds[1];
-  for (int first = of.bounds[0] + blockIdx.x * ROWS; first < last; first += gridDim.x * ROWS) {
+  const int lane = threadIdx.x % WARP, last = of.bounds[1];
+  const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, warps = gridDim.x * blockDim.x / WARP;
+  for (int first = of.bounds[0] + warp * ROWS; first < last; first += warps * ROWS) {
     const int rows = min(ROWS, last - first);
     const int k = first + min(lane, rows - 1);
     const int on_device = of.on_device[k], in_host = of.in_host[k];

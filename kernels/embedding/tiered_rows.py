@@ -185,12 +185,13 @@ class ExchangeRows(NamedTuple):
             *self.tiers, self.on_device, self.in_host, self.bounds, _PROGRAMS, elements, tile
         )
 
-    def cuda(self) -> None:
-        """Exchanges in one kernel, a warp on each multiprocessor."""
+    def cuda(self, blocks: int | None = None, warps: int = 1) -> None:
+        """Exchanges in one kernel. blocks: their number; None: one on each multiprocessor. warps: of each block."""
         device = self.tiers.device.device
         tensors = (*self.tiers, self.on_device, self.in_host, self.bounds)
         arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors))
-        _kernel(self.tiers.device[0].numel(), device).launch(multiprocessors(device), arguments)
+        kernel = _kernel(self.tiers.device[0].numel(), warps, device)
+        kernel.launch(multiprocessors(device) if blocks is None else blocks, arguments)
 
 
 exchange_rows = function(ExchangeRows, ExchangeRows.launch)
@@ -206,9 +207,9 @@ class _Arguments(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(elements: int, device: torch.device) -> Kernel:
+def _kernel(elements: int, warps: int, device: torch.device) -> Kernel:
     with torch.cuda.device(device):
-        return Kernel(_SOURCE, "exchange_rows", {"ELEMENTS": elements}, 32, 0)
+        return Kernel(_SOURCE, "exchange_rows", {"ELEMENTS": elements}, 32 * warps, 0)
 
 
 @jit

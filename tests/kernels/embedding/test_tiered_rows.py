@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels.embedding import tiered_rows
 from dlrm_bench.kernels.embedding.pooled_lookup import (
     LookupTable,
@@ -15,6 +16,7 @@ from dlrm_bench.kernels.embedding.pooled_lookup import (
 )
 from dlrm_bench.kernels.embedding.sorted_adagrad import sorted_adagrad, triton_sorted_adagrad
 from dlrm_bench.kernels.embedding.tiered_rows import (
+    ExchangeRows,
     Tiers,
     copy_rows,
     exchange_rows,
@@ -112,6 +114,21 @@ def test_more_rows_are_exchanged_than_are_under_way_at_a_time(count: int, monkey
         for tier, expected in zip(tiers, all_tiers[0], strict=True):
             assert torch.equal(tier.to(DEVICE), expected.to(DEVICE))
     assert not torch.equal(all_tiers[0].host, rows[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")
+@pytest.mark.parametrize(("blocks", "warps"), [(1, 1), (3, 4), (8, 16), (200, 32)])
+def test_rows_are_exchanged_by_several_warps_of_few_blocks(blocks: int, warps: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(2, 5000, 2, 64, generator=generator)
+    plain, tiers = in_tiers(*rows), in_tiers(*rows)
+    on_device, in_host = (torch.randperm(5000, generator=generator).int().to(DEVICE) for _ in range(2))
+    bounds = torch.tensor([3, 4998], dtype=torch.int32, device=DEVICE)
+    plain_exchange_rows(plain, on_device, in_host, bounds)
+    ExchangeRows(tiers, on_device, in_host, bounds).cuda(blocks, warps)
+    for tier, expected in zip(tiers, plain, strict=True):
+        assert torch.equal(tier.to(DEVICE), expected.to(DEVICE))
 
 
 @needs_triton
