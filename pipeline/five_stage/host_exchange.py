@@ -29,7 +29,7 @@ _BITS = 32
 _EAGER_S, _PAUSE_S, _ALIVE_S = 0.002, 5e-5, 1.0
 """Time of polling without a pause, then time between two polls, and between two checks that the others are alive."""
 _TIMEOUT_S = 1800.0
-"""Where the default process group has no timeout."""
+"""Timeout if the default process group has none."""
 
 
 class HostExchange(Protocol):

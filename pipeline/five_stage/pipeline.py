@@ -166,10 +166,9 @@ class FiveStagePipeline(Generic[In, Out]):
         return without if self._by_graph is None else self._by_graph.describe()
 
     def close(self) -> None:
-        """Drops the batches in flight, ends the launching thread, destroys the graphs and leaves the process groups to
-        later pipelines. Also at the end of a `with` block; not the groups after an error there, which other ranks may
-        not have. To be called on all ranks after the same batch, before the process group is destroyed: NCCL waits for
-        graphs that have captured its collectives."""
+        """Drops the batches in flight, ends the launching thread, destroys the graphs and leaves process groups to later
+        pipelines. So does the end of a `with` block, except for groups after an error that other ranks may not have. To
+        be called on all ranks after the same batch, before the process group is destroyed, which waits for graphs."""
         self._close(groups=True)
 
     def _close(self, groups: bool) -> None:
