@@ -166,7 +166,7 @@ class FiveStagePipeline(Generic[In, Out]):
         return without if self._by_graph is None else self._by_graph.describe()
 
     def close(self) -> None:
-        """Drops the batches in flight, ends the launching thread, destroys the graphs and leaves process groups to later
+        """Drops the batches in flight, ends the launching thread, destroys graphs and leaves process groups to later
         pipelines. So does the end of a `with` block, except for groups after an error that other ranks may not have. To
         be called on all ranks after the same batch, before the process group is destroyed, which waits for graphs."""
         self._close(groups=True)
