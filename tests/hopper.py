@@ -2,10 +2,10 @@
 
 The interpreter that runs Triton kernels on CPUs takes much that the compiler refuses, and nothing there runs CUDA C++.
 Here the kernels' benchmark goes through all of its cases, at its own sizes, DeviceRecMetrics prepares a launch, and the
-drop-in exchanges; each launch compiles its kernel, Triton's to PTX, and runs nothing. The last line printed is JSON:
-the names of all Triton kernels, the compiler's first message about each that does not compile, the bytes of shared
-memory that each needs at most, and the first message about each CUDA source. Run it in a process of its own, with a
-TRITON_CACHE_DIR of its own: what it leaves there cannot be launched.
+drop-in exchanges and updates dense weights; each launch compiles its kernel, Triton's to PTX, and runs nothing. The
+last line printed is JSON: the names of all Triton kernels, the compiler's first message about each that does not
+compile, the bytes of shared memory that each needs at most, and the first message about each CUDA source. Run it in a
+process of its own, with a TRITON_CACHE_DIR of its own: what it leaves there cannot be launched.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ from dlrm_bench.kernels.benchmark.__main__ import CASES
 from dlrm_bench.pipeline.device_metrics import DeviceRecMetrics
 from dlrm_bench.pipeline.device_metrics.state import empty_state, scratch_of
 from dlrm_bench.pipeline.device_metrics.triton_update import Launch
+from dlrm_bench.pipeline.five_stage.adagrad_of_tensors import adagrad_of_tensors, blocks_of
 from dlrm_bench.pipeline.five_stage.peers.push import (
     Block,
     PushTable,
@@ -186,6 +187,12 @@ def launch_exchange() -> None:
         triton_sum_of_ranks(torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 0.5)
 
 
+def launch_dense_update() -> None:
+    """Updates weights of the drop-in's dense part."""
+    parameters, grads, sums = ([torch.zeros(count) for count in (8192, 1)] for _ in range(3))
+    adagrad_of_tensors(blocks_of(parameters, grads, sums), torch.tensor(0.1), 1e-8)
+
+
 def kernels() -> list[str]:
     """Returns the names of all kernels of the modules that are imported."""
     modules = {name: vars(module) for name, module in sys.modules.items() if name.startswith("dlrm_bench.")}
@@ -201,6 +208,7 @@ if __name__ == "__main__":
     launches = Launches()
     launch_update()
     launch_exchange()
+    launch_dense_update()
     launch_benchmark()
     of_triton = {"kernels": kernels(), "errors": launches.errors, "shared_bytes": launches.shared_bytes}
     print(json.dumps(of_triton | {"sources": compile_sources()}))

@@ -29,6 +29,7 @@ def prepare_interpreter() -> None:
 
     _choose_numbers_as_on_gpus(interpreter.InterpreterBuilder)
     _round_as_on_gpus(interpreter)
+    _fuse_as_on_gpus(interpreter)
     _patch_once_a_launch(interpreter)
     _type_tuples_when_asked(core)
     _make_tensors_without_shapes(core)
@@ -60,6 +61,18 @@ def _round_as_on_gpus(interpreter: Any) -> None:
         return torch.from_numpy(np.ascontiguousarray(values)).to(kind).view(bits).numpy().reshape(values.shape)
 
     interpreter._convert_float = rounded
+
+
+def _fuse_as_on_gpus(interpreter: Any) -> None:
+    """Rounds the fma of fp32 to fp64 and then to fp32, which differs from one rounding for one in 2**29 random numbers;
+    the interpreter rounds the product to fp32."""
+
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        assert z.dtype.scalar.name == "fp32", "an fma of fp32"
+        one, other, term = (of.data.astype(np.float64) for of in (x, y, z))
+        return interpreter.TensorHandle((one * other + term).astype(np.float32), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fma
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:

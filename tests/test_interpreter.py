@@ -33,6 +33,11 @@ def larger_kernel(a, b, out):
 
 
 @jit
+def fma_kernel(a, b, c, out):
+    tl.store(out, tl.fma(tl.load(a), tl.load(b), tl.load(c)))
+
+
+@jit
 def rounding_kernel(values, out, count: tl.constexpr):
     at = tl.arange(0, count)
     tl.store(out + at, tl.load(values + at).to(out.dtype.element_ty))
@@ -97,3 +102,10 @@ def test_a_value_knows_its_shape() -> None:
     out = torch.zeros(1, dtype=torch.int32)
     shapes_kernel[(1,)](out, 4)
     assert out.item() == 408
+
+
+def test_an_fma_does_not_round_the_product() -> None:
+    number, out = torch.tensor([1 + 2.0**-12]), torch.zeros(1)
+    fma_kernel[(1,)](number, number, torch.tensor([-1.0]), out)
+    assert out.item() == 2.0**-11 + 2.0**-24
+    assert (number * number - 1).item() == 2.0**-11

@@ -54,7 +54,7 @@ _WORK: tuple[tuple[str, re.Pattern[str], str | None, tuple[str, ...]], ...] = (
         "dense_forward_backward",
         (ACTIVATIONS,),
     ),
-    ("dense update", re.compile(r"^flat_ada|^multi_tensor"), "dense_update", (ADAGRAD,)),
+    ("dense update", re.compile(r"^flat_ada|^_adagrad_of_tensors|^multi_tensor"), "dense_update", (ADAGRAD,)),
     ("copy of the batch", re.compile("^Memcpy HtoD|^fetch"), "input_dist", (BATCH_COPY,)),
 )
 

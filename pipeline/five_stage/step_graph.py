@@ -7,6 +7,7 @@ learning rate is frozen with the other numbers until it changes; from then on th
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, methodcaller
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.sgd import sgd
 
 from . import reasons
+from .adagrad_of_tensors import one_kernel
 from .cuda_graph import destroy, record
 
 NATIVE = (Adagrad, SGD)
@@ -107,7 +109,8 @@ class StepWork:
         return self._obstacle() or (CHANGED if self._unchanged < WARM_UP else None)
 
     def prepare(self) -> Callable[[], None]:
-        """Returns a function that launches a step, with the memory and numbers found by the last look."""
+        """Returns a function that launches a step, with the memory and numbers found by the last look. It holds memory
+        that a graph of it reads."""
         return {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
 
     def look(self) -> None:
@@ -181,7 +184,7 @@ class StepWork:
 
     def _adagrad(self) -> Callable[[], None]:
         names = ("weight_decay", "eps", "maximize", "foreach", "lr_decay", "differentiable", "fused")
-        groups = []
+        updates: list[Callable[[], None]] = []
         self._counts, self._on_device = [], []
         for i, group in enumerate(self._optimizer.param_groups):
             used, grads, sums, counts = self._used(group, "sum", "step")
@@ -189,12 +192,13 @@ class StepWork:
             if self._rates_on_device is not None and self._rates_on_device[i].is_cuda:
                 # Tensor by tensor, as it updates slices of tables, torch reads the rate on the host.
                 used, values["foreach"] = [parameter.detach() for parameter in used], True
-            groups.append((used, grads, sums, counts, values))
+            by_torch = partial(_adagrad_uncounted, used, grads, sums, counts, **values)
+            updates.append(one_kernel(used, grads, sums, values) or by_torch)
             self._counts += counts
 
         def work() -> None:
-            for parameters, grads, sums, counts, frozen in groups:
-                adagrad(parameters, grads, sums, [count.clone() for count in counts], **frozen)
+            for update in updates:
+                update()
 
         return work
 
@@ -266,6 +270,8 @@ class StepGraph(StepWork):
         """optimizer: one without an obstacle (why_never)."""
         super().__init__(optimizer)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured: Callable[[], None] | None = None
+        """What the graph is of, for the memory that it holds."""
         self._failure: str | None = None
 
     @property
@@ -291,17 +297,24 @@ class StepGraph(StepWork):
         """Destroys the graph."""
         if self._graph is not None:
             destroy([self._graph])
-            self._graph = None
+            self._graph = self._captured = None
 
     def _capture(self) -> str | None:
         """Captures without running anything on the GPU, or counting. If it fails, steps stay eager; returns why."""
         work = self.prepare()
         try:
             with torch.no_grad():
-                self._graph = record(work)
+                self._graph, self._captured = record(work), work
         except Exception as error:
             self._failure = f"its capture failed: {type(error).__name__}: {error}"
         return self._failure
+
+
+def _adagrad_uncounted(
+    parameters: list[Tensor], grads: list[Tensor], sums: list[Tensor], counts: list[Tensor], **options: Any
+) -> None:
+    """Computes torch's adagrad without counting the step."""
+    adagrad(parameters, grads, sums, [count.clone() for count in counts], **options)
 
 
 def _sgd_by_device_rate(

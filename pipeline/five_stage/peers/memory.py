@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import reasons
+from .._triton import triton
 from ..groups import of_all_ranks
-from .push import triton
 
 Lane = Literal["ids", "vectors", "gradients"]
 """The part of an iteration's graph that an exchange is in. A lane's work is on one stream, in one order on all ranks;

@@ -7,19 +7,14 @@ pooled vectors and of gradients, each way, with no reordering before or after it
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-triton: Any = None
-tl: Any = None
-with contextlib.suppress(ImportError):
-    triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
+from .._triton import jit, tl
 
 WIDEST = 16
 """Bytes that a thread loads or stores at once, at most."""
@@ -154,12 +149,7 @@ def triton_sum_of_ranks(terms: Tensor, out: Tensor, scale: float) -> None:
         _sum_of_ranks_kernel[(-(-count // _SUMS),)](terms, out, count, float(scale), ranks, _SUMS, num_warps=4)
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    """Returns `triton.jit(function)`, or the function itself if Triton is missing: it is then never called."""
-    return triton.jit(function) if triton is not None else function
-
-
-@_jit
+@jit
 def _push_to_ranks_kernel(source, addresses, blocks, vector: tl.constexpr, units: tl.constexpr) -> None:
     rank = tl.program_id(1)
     block = blocks + 6 * rank
@@ -178,7 +168,7 @@ def _push_to_ranks_kernel(source, addresses, blocks, vector: tl.constexpr, units
     tl.store(out + write[:, None] * vector + within, value, mask)
 
 
-@_jit
+@jit
 def _sum_of_ranks_kernel(terms, out, count, scale, ranks: tl.constexpr, block: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = at < count

@@ -75,7 +75,8 @@ def test_kernels_of_unpooled_rows_and_attention_have_their_work(tmp_path: Path) 
         kernel("distinct_sums: _distinct_sums_kernel", "embedding_backward", 40),
         kernel("gather_rows: _gather_rows_kernel", "embedding_forward", 90, calls=2),
         kernel("NCCL AllReduce_Sum_f32_RING_LL", "dense_update", 30),
-        kernel("flat_adam: _flat_adam_kernel", "dense_update", 20),
+        kernel("flat_adam: _flat_adam_kernel", "dense_update", 15),
+        kernel("_adagrad_of_tensors_kernel", "dense_update", 5),
     )
     limits = some_limits()
     named = ((ATTENTION, 0.3), (ACTIVATIONS, 0.1), (UPDATE, 0.05), (ADAGRAD, 0.01))

@@ -66,6 +66,7 @@ KERNELS = Path(__file__).resolve().parents[3] / "kernels"
             "multi_tensor_apply_kernel (BinaryOpScalarFunctor)",
             "dense_update",
         ),
+        ("_adagrad_of_tensors_kernel", "_adagrad_of_tensors_kernel", "dense_update"),  # the drop-in's
         ("", "", OTHER),
     ],
 )
