@@ -170,14 +170,7 @@ def _find_ids_kernel(
     golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
-    key = tl.load(ids + at, at < count, other=-1).to(tl.int64)
-    number, exists = key, key >= 0
-    table = tl.full([block], 0, tl.int32)
-    if tables is not None:
-        exists = at < count
-        table = tl.load(tables + at, exists, other=0)
-        number = key + table.to(tl.int64) * golden
-    start = mix_kernel(number * golden, mix_1, mix_2) & mask
+    key, table, exists, start = keys_at(ids, tables, at, count, mask, block, golden, mix_1, mix_2)
     # At a load of 0.5, 96% of keys are in the first slots. Those of the others are read again, out of a cache.
     found = _place_among(exists, key, table, start, near, slot_ids, slot_places, slot_tables, mask)
     missing = exists & (found < 0)
@@ -188,6 +181,21 @@ def _find_ids_kernel(
         missing = missing & (place < 0)
         first += step
     tl.store(places + at, found, at < count)
+
+
+@jit
+def keys_at(
+    ids, tables, at, count, mask,
+    block: tl.constexpr, golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
+):  # fmt: skip
+    """Returns keys, their tables, which of them exist, and the slots where their search starts."""
+    key = tl.load(ids + at, at < count, other=-1).to(tl.int64)
+    number, exists, table = key, key >= 0, tl.full([block], 0, tl.int32)
+    if tables is not None:
+        exists = at < count
+        table = tl.load(tables + at, exists, other=0)
+        number = key + table.to(tl.int64) * golden
+    return key, table, exists, mix_kernel(number * golden, mix_1, mix_2) & mask
 
 
 @jit
@@ -208,12 +216,7 @@ def _insert_ids_kernel(
 ) -> None:  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
     place = tl.load(places + at, at < count, other=-1)
-    key = tl.load(ids + at, at < count, other=0).to(tl.int64)
-    number, table = key, tl.full([block], 0, tl.int32)
-    if tables is not None:
-        table = tl.load(tables + at, at < count, other=0)
-        number = key + table.to(tl.int64) * golden
-    start = mix_kernel(number * golden, mix_1, mix_2) & mask
+    key, table, _, start = keys_at(ids, tables, at, count, mask, block, golden, mix_1, mix_2)
     waits = place >= 0
     step = 0
     while (tl.max(waits.to(tl.int32), 0) > 0) & (step < window):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlrm_bench.kernels._triton import cdiv, jit, tl
-from dlrm_bench.kernels.embedding._split_mix import GOLDEN, MIX_1, MIX_2, mix_kernel
+from dlrm_bench.kernels.embedding._split_mix import GOLDEN, MIX_1, MIX_2
 from dlrm_bench.kernels.embedding.id_map import (
     EMPTY,
     INSERT,
@@ -23,6 +23,7 @@ from dlrm_bench.kernels.embedding.id_map import (
     IdSlots,
     Keys,
     find_ids,
+    keys_at,
     plain_find_ids,
     plain_insert_ids,
 )
@@ -176,15 +177,9 @@ def _claim_ids_kernel(
     block: tl.constexpr, golden: tl.constexpr, mix_1: tl.constexpr, mix_2: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
-    key = tl.load(ids + at, at < count, other=-1).to(tl.int64)
-    number, exists, table = key, key >= 0, tl.full([block], 0, tl.int32)
-    if tables is not None:
-        exists = at < count
-        table = tl.load(tables + at, exists, other=0)
-        number = key + table.to(tl.int64) * golden
+    key, table, exists, start = keys_at(ids, tables, at, count, mask, block, golden, mix_1, mix_2)
     place = tl.load(places + at, at < count, other=0)
     tl.store(last + place, tl.load(batch), exists & (place >= 0) & (tl.load(is_new) > 0))
-    start = mix_kernel(number * golden, mix_1, mix_2) & mask
     slot_of_key = tl.full([block], -1, tl.int32)
     waits = exists & (place < 0)
     step = 0
