@@ -3,7 +3,7 @@ bits of torch's five foreach kernels.
 
 Of each element, with one rounding per line:
 
-    sum       = g * g + sum            (an FMA since torch 2.11: ATen/native/cuda/DeviceAddCmulCdiv.cuh)
+    sum       = g * g + sum            (an FMA: torch's addcmul on CUDA has one for a value of 1, since 2.11)
     root      = sqrt(sum)
     deviation = root + eps
     step      = g * -lr

@@ -271,7 +271,7 @@ class StepGraph(StepWork):
         super().__init__(optimizer)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: Callable[[], None] | None = None
-        """What the graph is of, for the memory that it holds."""
+        """The captured work, for the memory that it holds."""
         self._failure: str | None = None
 
     @property
