@@ -6,12 +6,14 @@ memory has an index without checksums, which are computed when it is written to 
 """
 
 import json
+import mmap
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from io import FileIO
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -235,15 +237,35 @@ def read_piece(folder: Path, piece: Piece, data: memoryview) -> None:
     """Fills `data`, of the piece's size, with its bytes. CheckpointError, naming file and bytes, if the file is too
     short or the checksum does not match; OSError if the file cannot be read."""
     with (folder / piece.file).open("rb", buffering=0) as file:
-        file.seek(piece.offset)
-        done = 0
-        while done < len(data):
-            count = file.readinto(data[done:])
-            if not count:
-                raise CheckpointError(f"{piece.name}, of {piece.place.tensor}: the file is truncated")
-            done += count
+        read = _copy_mapped if piece.crc32 is None else _read
+        if not read(file, piece.offset, data):
+            raise CheckpointError(f"{piece.name}, of {piece.place.tensor}: the file is truncated")
     if piece.crc32 is not None and checksum(data) != piece.crc32:
         raise CheckpointError(f"{piece.name}, of {piece.place.tensor}, are damaged: their checksum does not match")
+
+
+def _read(file: FileIO, offset: int, data: memoryview) -> bool:
+    """Fills `data` from a file; returns whether the file was long enough."""
+    file.seek(offset)
+    done = 0
+    while done < len(data):
+        count = file.readinto(data[done:])
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _copy_mapped(file: FileIO, offset: int, data: memoryview) -> bool:
+    """Does the work of `_read` on a file in memory, by a mapping instead of system calls."""
+    if os.fstat(file.fileno()).st_size < offset + len(data):
+        return False
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(file.fileno(), offset - start + len(data), prot=mmap.PROT_READ, offset=start) as memory:
+        source = np.frombuffer(memory, np.uint8, len(data), offset - start)
+        np.copyto(np.frombuffer(data, np.uint8), source)
+        del source  # it would keep the mapping open
+    return True
 
 
 def other_files(folder: Path) -> dict[str, int]:

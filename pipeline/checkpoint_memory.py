@@ -1,26 +1,24 @@
 """Pieces of a state in files of an in-memory file system (tmpfs), mapped for the duration of a run.
 
 The files outlive the process that fills them: a process that starts later reads them like those of any checkpoint. All
-their memory is allocated, and registered with CUDA, before the training; a copy then takes only as long as the link to
-the host needs.
+their memory is allocated before the training. It is not pinned, because the kernel needs seconds to pin it, and again
+seconds to free it when a process is killed: a GPU copies to a few pinned buffers, and threads copy on from there, while
+the copy engine fills other buffers.
 """
 
 import mmap
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm_bench.dlrm.runtime.host_registration import register, unregister
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
-from dlrm_bench.pipeline.checkpoint_index import THREADS, CheckpointError, Piece, Place
-
-_IN_FLIGHT = 8
-"""Pieces queued to the copy engine at a time: it does not idle, and a counter of pieces advances steadily."""
+from dlrm_bench.pipeline.checkpoint_index import THREADS, Piece, Place
 
 
 def placed(rank: int, places: Sequence[Place]) -> list[Piece]:
@@ -43,25 +41,77 @@ def file_sizes(pieces: Sequence[Piece]) -> dict[str, int]:
     return sizes
 
 
+def is_allocated(file: os.stat_result, size: int) -> bool:
+    """Whether a file has `size` bytes and memory for all of them."""
+    return file.st_size == size and 512 * file.st_blocks >= size
+
+
+class Staging:
+    """Pinned buffers and streams of the threads that copy a GPU's pieces, one each; none for the CPU, whose pieces are
+    copied at once. Slots that are filled one after another share them."""
+
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        """pieces: those that will be copied. device: where they are."""
+        self._device = device
+        self._buffers: list[Tensor] = []
+        self._streams: list[torch.cuda.Stream] = []  # kept: a stream keeps memory for copies of strided pieces
+        if device.type == "cuda":
+            self._buffers = buffers_for(pieces, pinned=True)
+            self._streams = [torch.cuda.Stream(device) for _ in self._buffers]
+
+    def each(self, work: Callable[[int], None]) -> None:
+        """Calls `work` with 0, 1, ... THREADS - 1, each in a thread, on the stream of its buffer, which waits for the
+        caller's. Returns when all have ended; raises the first error, after which no further call begins."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+
+        def on_stream(number: int) -> None:
+            with torch.no_grad(), self._on_stream(number):  # both are per-thread settings
+                work(number)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(on_stream, range(THREADS)):
+                pass
+
+    @contextmanager
+    def _on_stream(self, number: int) -> Iterator[None]:
+        if not self._streams:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[number]):
+            yield
+
+    def on_host(self, number: int, piece: Tensor | StoredRows) -> Tensor:
+        """Returns a piece's values in host memory, until the next call with this number. For `work` of `each`."""
+        values = piece.detach() if isinstance(piece, Tensor) else piece.clone()
+        if not self._buffers:
+            return values
+        buffer = self._buffers[number][: values.nbytes].view(values.dtype).view(values.shape)
+        buffer.copy_(values, non_blocking=True)
+        if self._streams:
+            self._streams[number].synchronize()
+        return buffer
+
+
+def buffers_for(pieces: Sequence[Piece], pinned: bool) -> list[Tensor]:
+    """Returns memory for one of the pieces, whichever it is, for each thread, uint8."""
+    size = max((piece.place.nbytes for piece in pieces), default=0)
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(THREADS)]
+
+
 class PiecesInMemory:
     """The memory of one rank's pieces, reused by every copy."""
 
-    def __init__(self, folder: Path, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, folder: Path, pieces: Sequence[Piece], staging: Staging) -> None:
         """Creates and maps the files in `folder`, or maps existing ones; the folder may be renamed later.
 
-        device: the GPU that will copy to them, or the CPU. OSError if the memory cannot be allocated, CheckpointError
-        if CUDA cannot register it.
+        staging: made for these pieces. OSError if the memory cannot be allocated.
         """
         sizes = file_sizes(pieces)
         with ThreadPoolExecutor(THREADS) as pool:
             maps = pool.map(lambda name: _mapped(folder / name, sizes[name]), sizes)
             self._files = dict(zip(sizes, maps, strict=True))
-            self._registered: list[Tensor] = []
-            if device.type == "cuda":
-                for file in pool.map(lambda file: _register(file, device), self._files.values()):
-                    self._registered.append(file)
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._staging = staging
         self.pieces: list[tuple[Place, Tensor]] = [(piece.place, self._memory_of(piece)) for piece in pieces]
         """The places and their memory, fp32."""
 
@@ -69,82 +119,37 @@ class PiecesInMemory:
         data = self._files[piece.file][piece.offset : piece.offset + piece.place.nbytes]
         return data.view(torch.float32).view(piece.place.shape)
 
-    @torch.no_grad()
     def fill(self, pieces: Sequence[tuple[Place, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
         """Copies pieces, in the order of their places, and returns when all are copied.
 
-        on_piece: called for each piece, by any thread.
+        on_piece: called for each piece, by any thread. After an error, which is raised, some pieces are new and some
+        are old.
         """
         assert [place for place, _ in pieces] == [place for place, _ in self.pieces], "the layout of a state is fixed"
         pairs = [(here, there) for (_, here), (_, there) in zip(self.pieces, pieces, strict=True)]
-        if self._device.type == "cuda":
-            self._fill_from_gpu(pairs, on_piece)
-            return
 
-        def copy(pair: tuple[Tensor, Tensor | StoredRows]) -> None:
-            with torch.no_grad():  # a per-thread setting
-                pair[0].copy_(_values(pair[1]))
-            on_piece()
+        def copy(number: int) -> None:
+            for here, there in pairs[number::THREADS]:  # of one file: see `placed`
+                # Not by PyTorch, which starts threads for each of these threads unless OMP_NUM_THREADS is set.
+                np.copyto(here.numpy(), self._staging.on_host(number, there).numpy())
+                on_piece()
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(copy, pairs):
-                pass
-
-    def _fill_from_gpu(self, pairs: Sequence[tuple[Tensor, Tensor | StoredRows]], on_piece: Callable[[], None]) -> None:
-        """Copies each second tensor to the first one's registered memory, by the copy engine, on a separate
-        stream."""
-        if self._stream is None:  # kept for later copies: a stream keeps memory for copies of strided pieces
-            self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        in_flight: deque[torch.cuda.Event] = deque()
-
-        def wait_for_one() -> None:
-            in_flight.popleft().synchronize()
-            on_piece()
-
-        with torch.cuda.stream(self._stream):
-            for here, there in pairs:
-                here.copy_(_values(there), non_blocking=True)
-                copied = torch.cuda.Event()
-                copied.record()
-                in_flight.append(copied)
-                if len(in_flight) > _IN_FLIGHT:
-                    wait_for_one()
-        while in_flight:
-            wait_for_one()
-
-    def close(self) -> None:
-        """Unregisters the memory from CUDA."""
-        for file in self._registered:
-            unregister(file.data_ptr())
-        self._registered.clear()
+        self._staging.each(copy)
 
 
 def _mapped(path: Path, size: int) -> Tensor:
     """Returns the memory of a file, uint8 [size], fully allocated: a later write to it cannot fail."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if os.fstat(descriptor).st_size != size:
-            os.ftruncate(descriptor, 0)
-        os.posix_fallocate(descriptor, 0, size)
-        memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        status, flags = os.fstat(descriptor), mmap.MAP_SHARED
+        if not is_allocated(status, size):
+            if status.st_size != size:
+                os.ftruncate(descriptor, 0)
+            os.posix_fallocate(descriptor, 0, size)
+            flags |= mmap.MAP_POPULATE  # zeroes new memory now, and not in the first copy
+        memory = mmap.mmap(descriptor, size, flags=flags)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _register(file: Tensor, device: torch.device) -> Tensor:
-    """Registers memory with CUDA, so that copies to it are asynchronous; returns it."""
-    error = register(file.data_ptr(), file.nbytes, device)
-    if error is not None:
-        raise CheckpointError(
-            f"CUDA cannot register {file.nbytes / 1e9:.1f} GB of memory ({error}): raise `ulimit -l`, or leave "
-            "--snapshot.every out"
-        )
-    return file
-
-
-def _values(piece: Tensor | StoredRows) -> Tensor:
-    return piece if isinstance(piece, Tensor) else piece.clone()

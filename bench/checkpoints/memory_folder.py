@@ -21,6 +21,7 @@ from dlrm_bench.bench.checkpoints.saved_state import (
 )
 from dlrm_bench.dlrm.runtime.host_memory import free_memory_bytes, node_memory_bytes
 from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON
+from dlrm_bench.pipeline.checkpoint_memory import is_allocated
 
 _MOST = 2
 """Slots: while one is filled, or written to disk, the other one is whole."""
@@ -48,8 +49,7 @@ class Layout:
     def is_that_of(self, slot: Path) -> bool:
         """Whether a slot has these files, with all of their memory."""
         try:
-            files = [((slot / name).stat(), size) for name, size in self.sizes.items()]
-            whole = all(of.st_size == size and 512 * of.st_blocks >= size for of, size in files)
+            whole = all(is_allocated((slot / name).stat(), size) for name, size in self.sizes.items())
             return whole and (slot / INDEX_JSON).read_text(encoding="utf-8") == self.index
         except OSError:
             return False

@@ -30,7 +30,7 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint import OwnPieces, gathered, on_all_ranks, own_pieces
 from dlrm_bench.pipeline.checkpoint_index import Index, Piece, index_text
-from dlrm_bench.pipeline.checkpoint_memory import PiecesInMemory, file_sizes, placed
+from dlrm_bench.pipeline.checkpoint_memory import PiecesInMemory, Staging, file_sizes, placed
 from dlrm_bench.pipeline.state import StateBlocks
 
 
@@ -73,7 +73,7 @@ class Snapshots:
         begun = time.monotonic()
         on_all_ranks(partial(self._map, prepared, own, resumed), None)
         self.prepared_s = round(time.monotonic() - begun, 3)
-        """Seconds to make, map and register the memory."""
+        """Seconds to make and map the memory."""
         self.left_out = 0
         """Number of snapshots that were due while the only slot was not yet on disk."""
 
@@ -110,8 +110,6 @@ class Snapshots:
 
     def remove(self) -> None:
         """Removes all snapshots, of a run that has ended well."""
-        for slot in self._slots:
-            slot.memory.close()
         on_rank_0(self._ranks, partial(shutil.rmtree, self._path))
 
     def _prepare(self, layout: Layout, config: RunConfig, resumed: Resumed | None) -> Slots:
@@ -124,8 +122,9 @@ class Snapshots:
         return prepare_slots(self._path, layout, kept, config.checkpoint.path)
 
     def _map(self, prepared: Slots, own: list[Piece], resumed: Resumed | None) -> None:
+        staging = Staging(own, self._ranks.device)
         for folder in prepared.folders:
-            slot = Snapshot(folder, PiecesInMemory(folder, own, self._ranks.device), samples_of(folder), None)
+            slot = Snapshot(folder, PiecesInMemory(folder, own, staging), samples_of(folder), None)
             if resumed is not None and resumed.folder.resolve() == folder.resolve():
                 slot.state, slot.iteration, slot.on_disk = resumed.state, resumed.first, prepared.on_disk
             self._slots.append(slot)

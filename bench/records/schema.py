@@ -277,7 +277,7 @@ class Checkpointing(TypedDict):
     snapshots: NotRequired["list[TakenSnapshot]"]
     """Snapshots that the run took in memory."""
     prepared_s: NotRequired[float]
-    """Seconds before the training for making, mapping and registering the memory of snapshots."""
+    """Seconds before the training for making and mapping the memory of snapshots."""
     left_out: NotRequired[int]
     """Number of due snapshots that were skipped because the only memory for them was not yet on disk."""
 

@@ -40,6 +40,10 @@ def half_filled(memory: PiecesInMemory, pieces: Any, on_piece: Any) -> None:
     kill()
 
 
+def error_of_a_thread() -> None:
+    raise RuntimeError("no copy")
+
+
 def save_twice(memory: Path, disk: Path | None, slots: int, trouble: str) -> int:
     """Iteration 1 is saved well, and `trouble` strikes the second time."""
     ranks, held, saving, given = begun(memory, disk, slots)
@@ -52,6 +56,11 @@ def save_twice(memory: Path, disk: Path | None, slots: int, trouble: str) -> int
         snapshots.close_slot = kill  # on rank 0
     elif trouble == "killed while writing":
         checkpoints.write_state = kill
+    elif trouble == "error in the copy":
+        saving._count = error_of_a_thread  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no copy"):
+            saving.save(2, state(given, 2))
+        return 2
     return save_second(saving, ranks, held, given, trouble)
 
 
@@ -80,6 +89,7 @@ def load(memory: Path, disk: Path | None, from_memory: bool, resume: Path = AUTO
         (2, "none", 2, True),
         (2, "killed in the copy", 1, True),
         (1, "killed in the copy", 1, False),
+        (2, "error in the copy", 1, True),
         (2, "killed before the new name", 1, True),
         (1, "killed while writing", 2, True),
         (1, "disk full", 2, True),
@@ -88,7 +98,7 @@ def load(memory: Path, disk: Path | None, from_memory: bool, resume: Path = AUTO
 def test_something_whole_survives(tmp_path, memory, slots, trouble, kept, from_memory):
     disk = tmp_path / "saved"
     ended = run(2, tmp_path / "save", save_twice, memory, disk, slots, trouble)
-    assert ended.statuses[0] == {"none": 0, "disk full": 2}.get(trouble, -9), ended
+    assert ended.statuses[0] == {"none": 0, "disk full": 2, "error in the copy": 2}.get(trouble, -9), ended
     if trouble == "disk full":
         for output in ended.outputs:
             assert "the checkpoint of iteration 2 could not be written: rank 1: [Errno 27] File too large" in output

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint import OwnPieces, gathered, own_pieces, write_state
 from dlrm_bench.pipeline.checkpoint_index import CheckpointError, Index, write_index
-from dlrm_bench.pipeline.checkpoint_memory import PiecesInMemory, placed
+from dlrm_bench.pipeline.checkpoint_memory import PiecesInMemory, Staging, placed
 from dlrm_bench.pipeline.dynamic_state import of_all_places
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import GPU_PLACES
@@ -41,7 +41,7 @@ class Slot:
         if ranks.rank == 0:
             write_index(folder, index)
         dist.barrier()
-        self.shapes, self.memory = state.shapes, PiecesInMemory(folder, pieces, ranks.device)
+        self.shapes, self.memory = state.shapes, PiecesInMemory(folder, pieces, Staging(pieces, ranks.device))
 
     def take(self, pipeline: StaticPipeline) -> None:
         state = own_pieces(of_all_places(pipeline.state_blocks(), self._ranks), self._ranks.rank)
@@ -62,7 +62,6 @@ def taken(ranks: Ranks, folder: Path, disk: Path, options: dict[str, Any]) -> Fo
     losses, described = second_half(pipeline, batches)
     pieces = OwnPieces(slot.shapes, slot.memory.pieces)
     write_state(disk, pieces, ranks.rank, dist.new_group(backend="gloo"), lambda: None)
-    slot.memory.close()
     return losses, state, described
 
 
