@@ -26,7 +26,7 @@ _LINE = 8
 """Numbers of 8 bytes in a cache line: ranks do not write to one another's."""
 _BITS = 32
 """Bits of a number beside the count of its exchange: both are stored by one instruction."""
-_EAGER_S, _PAUSE_S, _ALIVE_S = 0.002, 5e-5, 1.0
+_EAGER_S, _PAUSE_S, _ALIVE_S = 0.0002, 5e-5, 1.0
 """Time of polling without a pause, then time between two polls, and between two checks that the others are alive."""
 _TIMEOUT_S = 1800.0
 """Timeout if the default process group has none."""
