@@ -1,4 +1,4 @@
-"""Iterations leave no reference cycles: the training loop switches Python's collector off, and what a cycle holds,
+"""Cross-cutting: iterations leave no reference cycles: the training loop switches Python's collector off, and what a cycle holds,
 batches in GPU memory among it, would stay until the end."""
 
 import gc
