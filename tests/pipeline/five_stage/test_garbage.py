@@ -1,5 +1,5 @@
-"""Cross-cutting: iterations leave no reference cycles: the training loop switches Python's collector off, and what a cycle holds,
-batches in GPU memory among it, would stay until the end."""
+"""Cross-cutting: iterations leave no reference cycles. The training loop switches Python's collector off, and what a
+cycle holds, batches in GPU memory among it, would stay until the end."""
 
 import gc
 from collections.abc import Callable
