@@ -1,6 +1,7 @@
 """Cross-cutting: streams alone keep rows that are made when they are first named, and their map, from races."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,8 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic import dynamic_rows
 from dlrm_bench.dlrm.tables.dynamic.id_map import IdMap
 from dlrm_bench.dlrm.tables.pooled import pooled_exchange, static_ebc
-from tests.pipeline.static.test_tiers import PEERS, STEPS, batches_of
+from tests.pipeline.static.test_raw_ids import some_ids, with_ids
+from tests.pipeline.static.test_tiers import MODEL, PEERS, STEPS, batches_of
 from tests.pipelines import changed, static_pipeline
 from tests.races import Access, Event, Recorder, races
 
@@ -29,13 +31,14 @@ def evict_latest(ids: IdMap, wanted: Tensor) -> None:
     ids._last.copy_(last)
 
 
-def launched(ranks: Ranks, careful: bool) -> tuple[list[Event], int]:
+def launched(ranks: Ranks, careful: bool, raw: bool) -> tuple[list[Event], int]:
     """Returns this rank's events in a training with an evaluation, and how many rows lost their places. careful: only
-    rows that no batch in flight names do."""
+    rows that no batch in flight names do. raw: ids are."""
     with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
         if not careful:
             patch.setattr(IdMap, "_evict", evict_latest)
-        pipeline = static_pipeline(changed(PEERS, dynamic_rows=1200, evict_rows=True), ranks)
+        model = replace(MODEL, raw_ids=raw)
+        pipeline = static_pipeline(changed(PEERS, model=model, dynamic_rows=1200, evict_rows=True), ranks)
         dynamic = pipeline.ebc.dynamic
         assert dynamic is not None
         count = len(dynamic._memory[0])
@@ -64,6 +67,8 @@ def launched(ranks: Ranks, careful: bool) -> tuple[list[Event], int]:
         for number, tensor in enumerate((*dynamic.map.memory(), *known)):
             recorder._memory[tensor.untyped_storage().data_ptr()] = (MEMORY + 1 + number, ranks.rank)
         batches = batches_of(PEERS, ranks, hot=0)
+        if raw:
+            batches = with_ids(batches, some_ids)
         training = islice(batches, 8)
         for step in range(8):
             pipeline.train_step(training)
@@ -74,9 +79,11 @@ def launched(ranks: Ranks, careful: bool) -> tuple[list[Event], int]:
     return recorder.events, evicted
 
 
-@pytest.mark.parametrize("careful", [True, False])
-def test_streams_order_what_touches_a_row_or_its_place(run_ranks: Callable[..., list[Any]], careful: bool) -> None:
-    logs, evicted = zip(*run_ranks(2, launched, careful), strict=True)
+@pytest.mark.parametrize(("careful", "raw"), [(True, False), (True, True), (False, False)])
+def test_streams_order_what_touches_a_row_or_its_place(
+    run_ranks: Callable[..., list[Any]], careful: bool, raw: bool
+) -> None:
+    logs, evicted = zip(*run_ranks(2, launched, careful, raw), strict=True)
     assert max(evicted) > 100
     found = races(logs)
     assert bool(found) != careful, [(race.first[1][:3], race.second[1][:3]) for race in found]
