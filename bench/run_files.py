@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dlrm_bench.bench.checkpoints.restarts import restarted
 from dlrm_bench.bench.checkpoints.saved_state import history_arrays
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.bench.instruments.losses import NonFiniteError
 from dlrm_bench.bench.machine.description import short_name
 from dlrm_bench.bench.machine.provenance import provenance
@@ -177,6 +178,7 @@ def write_results(
         checkpoints=this.checkpoints.describe(),
         warmup=warmup,
         sample_sizes=_sample_sizes(this, warmup) if ranks.rank == 0 else None,
+        start_s=dict(BEGINNING.seconds),
     )
 
     def write(folder: Path) -> None:

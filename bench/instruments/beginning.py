@@ -45,8 +45,12 @@ class Beginning:
     def __init__(self) -> None:
         self._started = False
         self._over = threading.Event()
-        self._doing, self._by_bytes = "imports modules", False
-        self._since = time.monotonic()
+        self._doing: str | None = "imports modules"
+        """None once the training has begun."""
+        self._by_bytes = False
+        self._since = self._begun = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        """Seconds of each step that has ended, by what it does, before the process's latest training."""
         self._timeout_s: float | None = _DEFAULT_S / FACTOR
         self._end: Callable[[str], None] = _exit
 
@@ -54,6 +58,7 @@ class Beginning:
         """Starts the watch on a rank that a launcher has started; does nothing elsewhere."""
         if "RANK" in os.environ and not self._started:
             self._started, self._since = True, time.monotonic()
+            self._begun = self._since
             parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
             threading.Thread(target=self._watch, args=(parent,), name="beginning-watch", daemon=True).start()
 
@@ -64,15 +69,25 @@ class Beginning:
     def now(self, doing: str, by_bytes: bool = False) -> None:
         """Begins the next step; `doing` completes 'rank 0 ...'. by_bytes: reading or writing files counts as
         progress."""
-        self._doing, self._by_bytes, self._since = doing, by_bytes, time.monotonic()
+        if self._doing is None:
+            self.seconds = {}
+        self._end_step(doing)
+        self._by_bytes, self._since = by_bytes, self._begun
 
     def ends_by(self, end: Callable[[str], None]) -> None:
         """Makes `end`, which takes the reason, end the process, instead of an immediate exit."""
         self._end = end
 
     def over(self) -> None:
-        """Ends the watch."""
+        """Ends the last step, and the watch."""
+        self._end_step(None)
         self._over.set()
+
+    def _end_step(self, next_one: str | None) -> None:
+        ended = time.monotonic()
+        if self._doing is not None:
+            self.seconds[self._doing] = round(ended - self._begun, 3)
+        self._doing, self._begun = next_one, ended
 
     def _watch(self, parent: int | None) -> None:
         looked, moved = time.monotonic(), _bytes_moved()

@@ -144,6 +144,7 @@ def build_record(
     checkpoints: Checkpointing | None = None,
     warmup: int | None = None,
     sample_sizes: SampleSizes | None = None,
+    start_s: dict[str, float] | None = None,
 ) -> RunRecord:
     """Assembles run.json.
 
@@ -172,6 +173,7 @@ def build_record(
         conditions=telemetry,
         sample_sizes=None if sample_sizes is None else dict(sample_sizes),
         checkpoints=checkpoints,
+        start_s=start_s,
         training=training,
     )
     record["efficiency"] = efficiency_of(record)

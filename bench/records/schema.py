@@ -47,6 +47,8 @@ class RunRecord(TypedDict):
     names (benchmark.SampleSizes); None if there are none."""
     checkpoints: NotRequired["Checkpointing | None"]
     """None if the run neither saved nor resumed."""
+    start_s: NotRequired[dict[str, float] | None]
+    """Seconds of rank 0's steps from its first line to its training, by what it does; absent in older records."""
     training: "Training | None"
 
 

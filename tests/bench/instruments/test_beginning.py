@@ -139,6 +139,20 @@ def test_each_step_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks.now_s == 36 + 5 + 1  # the last step's beginning, its time, and the look that ends it all
 
 
+def test_the_seconds_of_each_step_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch, None)
+    watch = looks.watch
+    monkeypatch.setattr(watch, "_over", threading.Event())
+    for seconds, do in ((3, lambda: watch.now("opens")), (2, lambda: watch.now("builds")), (0.5, watch.over)):
+        looks.now_s += seconds
+        do()
+    assert watch.seconds == {"imports modules": 3, "opens": 2, "builds": 0.5}
+    for seconds, do in ((100, lambda: watch.now("opens")), (1, watch.over), (7, watch.over)):
+        looks.now_s += seconds
+        do()
+    assert watch.seconds == {"opens": 1}, "of another training of this process, and nothing in between"
+
+
 def test_what_reads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch, 0.5)
     moved = [0]
