@@ -32,6 +32,7 @@ import numba
 import torch
 from torch import Tensor
 
+from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels.benchmark.graph_time import captured
 from dlrm_bench.kernels.embedding.tiered_rows import ExchangeRows, Tiers, exchange_rows, triton_exchange_rows
 
@@ -220,7 +221,8 @@ def _ways(tiers: Tiers, rows: int) -> Iterator[tuple[str, Callable[[], None], Ca
         ("kernel", exchange_rows),
         ("kernel, Triton", triton_exchange_rows),
     ]
-    kernels += [(f"kernel, {blocks} x {warps}", partial(on_few, blocks, warps)) for blocks, warps in _BLOCKS]
+    if available():
+        kernels += [(f"kernel, {blocks} x {warps}", partial(on_few, blocks, warps)) for blocks, warps in _BLOCKS]
     for name, exchange in kernels:
         graphs = [captured(partial(exchange, tiers, places, of, bounds)) for of in sets]
         yield name, _Launched(_in_turn([graph.replay for graph in graphs])), torch.cuda.synchronize
