@@ -9,6 +9,7 @@ import fcntl
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import mkstemp
@@ -52,10 +53,8 @@ def host_exchange(group: dist.ProcessGroup) -> HostExchange:
     path = next((of for of in of_all_ranks(path, group) if of is not None), None)
     own = None
     if path is not None:
-        try:
+        with suppress(OSError):  # on another node, or in a container with memory of its own
             own = SharedMemory(path, group.rank(), group.size())
-        except OSError:  # on another node, or in a container with memory of its own
-            own = None
     everywhere = all(of_all_ranks(own is not None, group))
     if path is not None and group.rank() == 0:
         path.unlink()  # whatever becomes of the ranks, nothing of it is left
