@@ -40,8 +40,8 @@ _ROWS, _COLUMNS = 1 << 22, 128
 _EXCHANGED = 20_159  # missing rows of 6,912 samples per GPU on two GPUs, half of the rows on the device, by simulation
 _SETS = 16  # of rows, exchanged in turn: more than a CPU's cache holds
 _THREADS = (2, 4, 8, 16)
-_BLOCKS = ((4, 32), (8, 16), (8, 32), (16, 8), (16, 16), (32, 4))
-"""Blocks, and warps of each, of kernels on few multiprocessors."""
+_BLOCKS = ((4, 32), (8, 16), (16, 8), (16, 16), (32, 4), (132, 1))
+"""Blocks, and warps of each, beside those that exchanges have."""
 _WARM_S, _SECONDS = 0.2, 0.6
 _IN_FLIGHT = 2
 

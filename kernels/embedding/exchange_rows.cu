@@ -1,7 +1,7 @@
 // Exchange of rows between the device's memory and the host's; see tiered_rows.py.
 //
-// Warps are independent of one another. They have at most 32 registers per thread and no shared memory: one on each
-// multiprocessor fits beside a matrix product's block that leaves a few registers, and many fit on one multiprocessor.
+// Warps are independent of one another. They have at most 32 registers per thread and no shared memory: many fit on one
+// multiprocessor, which products then do without, and one fits beside a product's block that leaves a few registers.
 //
 // No headers: NVRTC comes with none. Macros: ELEMENTS, the number of fp32 elements of a row, weights and state.
 
