@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ from torch import Tensor
 
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows
 from dlrm_bench.pipeline.checkpoint_index import THREADS, Piece, Place
+
+COPIERS = 16
+"""Threads that copy a GPU's pieces."""
+_PART_BYTES = 2**23
+"""Bytes that a thread copies at once: few enough for caches, many beside the time of Python."""
 
 
 def placed(rank: int, places: Sequence[Place]) -> list[Piece]:
@@ -46,21 +52,43 @@ def is_allocated(file: os.stat_result, size: int) -> bool:
     return file.st_size == size and 512 * file.st_blocks >= size
 
 
+class Buffer:
+    """Host memory for a part of a piece, pinned for copies from a GPU."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._values = self._memory
+
+    def start(self, values: Tensor) -> None:
+        """Starts to copy values to the buffer, on the current stream."""
+        self._values = self._memory[: values.nbytes].view(values.dtype).view(values.shape)
+        self._values.copy_(values, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def copy_to(self, into: Tensor) -> None:
+        """Waits for the values, and copies them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        _copy_on_host(self._values, into)
+
+
 class Staging:
-    """Pinned buffers and streams of the threads that copy a GPU's pieces, one each; none for the CPU, whose pieces are
-    copied at once. Slots that are filled one after another share them."""
+    """Pinned buffers and streams of the threads that copy a GPU's pieces; none for the CPU, whose pieces are copied at
+    once. Slots that are filled one after another share them."""
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         """pieces: those that will be copied. device: where they are."""
         self._device = device
-        self._buffers: list[Tensor] = []
+        self._buffers: list[tuple[Buffer, Buffer]] = []
         self._streams: list[torch.cuda.Stream] = []  # kept: a stream keeps memory for copies of strided pieces
         if device.type == "cuda":
-            self._buffers = buffers_for(pieces, pinned=True)
+            self._buffers = buffers_for(pieces, device)
             self._streams = [torch.cuda.Stream(device) for _ in self._buffers]
 
     def each(self, work: Callable[[int], None]) -> None:
-        """Calls `work` with 0, 1, ... THREADS - 1, each in a thread, on the stream of its buffer, which waits for the
+        """Calls `work` with 0, 1, ... COPIERS - 1, each in a thread, on the stream of its buffers, which waits for the
         caller's. Returns when all have ended; raises the first error, after which no further call begins."""
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -69,8 +97,8 @@ class Staging:
             with torch.no_grad(), self._on_stream(number):  # both are per-thread settings
                 work(number)
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(on_stream, range(THREADS)):
+        with ThreadPoolExecutor(COPIERS) as pool:
+            for _ in pool.map(on_stream, range(COPIERS)):
                 pass
 
     @contextmanager
@@ -81,22 +109,37 @@ class Staging:
         with torch.cuda.device(self._device), torch.cuda.stream(self._streams[number]):
             yield
 
-    def on_host(self, number: int, piece: Tensor | StoredRows) -> Tensor:
-        """Returns a piece's values in host memory, until the next call with this number. For `work` of `each`."""
+    def copy(self, number: int, piece: Tensor | StoredRows, into: Tensor) -> None:
+        """Copies a piece's values to host memory, `into`, of equal shape. For `work` of `each`, with its number."""
         values = piece.detach() if isinstance(piece, Tensor) else piece.clone()
         if not self._buffers:
-            return values
-        buffer = self._buffers[number][: values.nbytes].view(values.dtype).view(values.shape)
-        buffer.copy_(values, non_blocking=True)
-        if self._streams:
-            self._streams[number].synchronize()
-        return buffer
+            _copy_on_host(values, into)
+            return
+        before: tuple[Buffer, Tensor] | None = None
+        for part, target, buffer in zip(_parts(values), _parts(into), cycle(self._buffers[number])):
+            buffer.start(part)  # beside the copy of the part before it
+            if before is not None:
+                before[0].copy_to(before[1])
+            before = buffer, target
+        if before is not None:
+            before[0].copy_to(before[1])
 
 
-def buffers_for(pieces: Sequence[Piece], pinned: bool) -> list[Tensor]:
-    """Returns memory for one of the pieces, whichever it is, for each thread, uint8."""
-    size = max((piece.place.nbytes for piece in pieces), default=0)
-    return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(THREADS)]
+def _copy_on_host(values: Tensor, into: Tensor) -> None:
+    # Not by PyTorch, which starts threads for each of these threads unless OMP_NUM_THREADS is set.
+    np.copyto(into.numpy(), values.numpy())
+
+
+def _parts(values: Tensor) -> Sequence[Tensor]:
+    """Returns views of adjacent rows, each with at most _PART_BYTES, or of one row."""
+    return values.split(max(1, _PART_BYTES // max(1, values.shape[1:].numel() * values.itemsize)))
+
+
+def buffers_for(pieces: Sequence[Piece], device: torch.device) -> list[tuple[Buffer, Buffer]]:
+    """Returns two buffers for each thread, which any part of any piece fits into."""
+    rows = (piece.place.nbytes // max(1, piece.place.shape[0]) for piece in pieces)
+    nbytes = max(_PART_BYTES, *rows)
+    return [(Buffer(nbytes, device), Buffer(nbytes, device)) for _ in range(COPIERS)]
 
 
 class PiecesInMemory:
@@ -129,9 +172,8 @@ class PiecesInMemory:
         pairs = [(here, there) for (_, here), (_, there) in zip(self.pieces, pieces, strict=True)]
 
         def copy(number: int) -> None:
-            for here, there in pairs[number::THREADS]:  # of one file: see `placed`
-                # Not by PyTorch, which starts threads for each of these threads unless OMP_NUM_THREADS is set.
-                np.copyto(here.numpy(), self._staging.on_host(number, there).numpy())
+            for here, there in pairs[number::COPIERS]:
+                self._staging.copy(number, there, here)
                 on_piece()
 
         self._staging.each(copy)

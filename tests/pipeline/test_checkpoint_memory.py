@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dlrm_bench.dlrm.tables.tiers.placement import Pool
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
+from dlrm_bench.pipeline import checkpoint_memory
 from dlrm_bench.pipeline.checkpoint_files import Wanted, read_pieces
 from dlrm_bench.pipeline.checkpoint_index import THREADS, CheckpointError, Piece, Place
 from dlrm_bench.pipeline.checkpoint_memory import (
@@ -149,16 +150,28 @@ def two_tiers() -> TieredRows:
 
 
 @pytest.mark.parametrize("with_buffers", [False, True])
-def test_bytes_are_equal_by_way_of_few_buffers(tmp_path: Path, one_rank: None, with_buffers: bool) -> None:
-    """Several pieces of different sizes, and rows in two tiers, go through each buffer; on a GPU always."""
+def test_bytes_are_equal_by_way_of_few_buffers(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, with_buffers: bool
+) -> None:
+    """Several pieces of different sizes, and rows in two tiers, go through each buffer in parts; on a GPU always."""
     weights, state = two_tiers().of_table(0, 900)
     values = [torch.rand(700 + 31 * i, 2, 2)[:, :, i % 2] for i in range(COUNT)]
-    values = [*values, weights[5:800:3], torch.rand(3), state, torch.rand(40, 30).t()]
+    values = [
+        *values,
+        weights[5:800:3],
+        torch.rand(3),
+        state,
+        torch.rand(40, 30).t(),
+        torch.rand(2, 600),
+        torch.zeros(0, 4),
+    ]
     state_pieces = [(Place(f"t{i}", (0,) * len(of.shape), tuple(of.shape), 1), of) for i, of in enumerate(values)]
     pieces = placed(0, [place for place, _ in state_pieces])
     staging = Staging(pieces, CPU)
     if with_buffers:
-        staging._buffers = buffers_for(pieces, pinned=False)
+        monkeypatch.setattr(checkpoint_memory, "COPIERS", 3)
+        monkeypatch.setattr(checkpoint_memory, "_PART_BYTES", 1000)
+        staging._buffers = buffers_for(pieces, CPU)
         assert len(staging._buffers) < len(pieces)
     memory = PiecesInMemory(tmp_path, pieces, staging)
     for _ in range(2):
@@ -198,7 +211,7 @@ def test_copies_from_a_gpu_go_through_pinned_buffers(in_memory: Path) -> None:
     for slot in slots:
         slot.mkdir()
         memories.append(PiecesInMemory(slot, pieces, staging))
-    assert all(buffer.is_pinned() for buffer in staging._buffers)
+    assert all(buffer._memory.is_pinned() for buffers in staging._buffers for buffer in buffers)
     assert not any(tensor.is_pinned() for memory in memories for _, tensor in memory.pieces)
     for turn in range(4):
         values = [(place, torch.rand(*place.shape, 2, device=device)[..., turn % 2]) for place in places()]
