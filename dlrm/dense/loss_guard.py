@@ -42,7 +42,7 @@ class LossGuard:
 
     def look(self, losses: Tensor) -> None:
         """Raises this rank's flag, permanently, if the sum of `losses`, fp32 [n], or anything tallied is not finite.
-        Collective.
+        Collective. Streams other than the current one must wait before they read the flags.
 
         With peer memory, other ranks see the flag after the next barrier.
         """

@@ -4,16 +4,29 @@ Nothing waits for the host, and nothing in TorchRec is replaced: hooks on the mo
 gradients of such an iteration before any update, and zero gradients change nothing under Adagrad, row-wise Adagrad and
 SGD; an optimizer with momentum also reads a flag. The host learns of it when it reads the losses.
 
+The ranks agree on the flag beside the backward, on a side stream (BesideBackward); gates wait for it, and the end of
+the backward does:
+
+```
+main    forward, loss     backward: dense  wait  gates of tables  updates of tables  wait   the next forward
+                      |                     |                                         |
+side                  look, all-reduce ---------------------------------------------------
+                                                      |
+update                                               wait  gate of dense gradients  dense update
+```
+
 The backward updates tables before the dense gradients are known: in an iteration with non-finite dense gradients, no
 dense weight changes, but tables do. Gradients of looked-up vectors are known on one rank only: non-finite ones are
 zeroed, everything else of their iteration changes, and from the next iteration on nothing changes on any rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torchrec import KeyedTensor
 from torchrec.distributed.types import Awaitable, ShardedModule
 from torchrec.optim.keyed import KeyedOptimizer
@@ -21,6 +34,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.dense.tallies import GRADIENTS, Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.runtime.streams import Priority
 from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 
@@ -37,6 +51,7 @@ class TorchRecLossGuard:
         ranks."""
         self._skip: list[Tensor] = []
         self._guard = LossGuard(ranks, None, self.tallies)
+        self._looks = BesideBackward(self._guard.look, ranks.device)
         model.register_forward_hook(self._look)
 
     def watch_lookups(self, sharded: nn.Module) -> None:
@@ -57,7 +72,7 @@ class TorchRecLossGuard:
     def gate(self, parameters: Iterable[nn.Parameter]) -> KeyedOptimizer:
         """Returns an optimizer to step before the optimizer of `parameters`; it gates their gradients."""
         watch = Watch(self._guard.watch.stopped, self.tallies.of(_DENSE)[1:])
-        return _GradientGate(watch, list(parameters), self._skip)
+        return _GradientGate(watch, list(parameters), self._skip, self._looks)
 
     @runs_in_graphs
     def _look(self, model: nn.Module, arguments: Any, output: Any) -> None:
@@ -65,7 +80,7 @@ class TorchRecLossGuard:
         proxies."""
         loss = output[0] if isinstance(output, tuple) else None
         if model.training and isinstance(loss, Tensor):
-            self._guard.look(loss.detach().float().view(1))
+            self._looks.begin(loss)
 
     def _gate_tables(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Gates a module, also the drop-in's, whose forward runs during the capture of its graphs. Does not wait for
@@ -83,8 +98,65 @@ class TorchRecLossGuard:
     def _gated(self, gradient: Tensor) -> Tensor:
         # A copy: autograd's own gradient may have other users.
         usable = gradient.detach().clone(memory_format=torch.contiguous_format)
+        self._looks.wait()
         clear_gradients(self._guard.watch, usable)
         return usable
+
+
+class BesideBackward:
+    """Work with a loss on a side stream, beside the backward from it; on the CPU all work runs in order.
+
+    The work begins after everything that the forward's stream has been given: in an iteration's order, after all
+    readers of the previous iteration's results. Readers call `wait`, on their own stream. At the end of the backward
+    its caller's stream waits too, so that the next iteration comes after the work where nothing reads, and a CUDA graph
+    that holds forward and backward leaves no stream unjoined: readers outside of it come after its replay.
+    """
+
+    def __init__(self, work: Callable[[Tensor], None], device: torch.device) -> None:
+        """work: launches on the current stream; is given the loss, fp32 [1]."""
+        self._work, self._device, self._side = work, device, _side_stream(device)
+        self._losses: list[Tensor] = []
+        """Kept allocated until a stream waits that may use their memory again; several after a failed backward."""
+        self._waited: set[torch.cuda.Stream] = set()
+        """Streams that wait for the last work already."""
+
+    def begin(self, loss: Tensor) -> None:
+        """Launches the work. loss: of one element; if it requires a gradient, a backward from it follows."""
+        if self._side is None:
+            self._work(loss.detach().float().view(1))
+            return
+        self._losses.append(loss.detach())
+        self._waited.clear()
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            self._work(loss.detach().float().view(1))
+        if loss.requires_grad:
+            loss.register_hook(self._at_end_of_backward)
+        else:
+            self._end()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the work, once."""
+        if self._side is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        if current not in self._waited:
+            current.wait_stream(self._side)
+            self._waited.add(current)
+
+    def _at_end_of_backward(self, gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._end)  # runs on the streams of the backward's caller
+
+    def _end(self) -> None:
+        self.wait()
+        self._losses.clear()
+
+
+@cache
+def _side_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """Returns the side stream, the same for all models of a process: torch hands out 32 streams per priority in turn.
+    None on the CPU. Other ranks wait for its collective, so its kernels come before those of the backward."""
+    return torch.cuda.Stream(device, priority=Priority.CHAIN) if device.type == "cuda" else None
 
 
 class _GradientGate(KeyedOptimizer):
@@ -93,13 +165,15 @@ class _GradientGate(KeyedOptimizer):
     runs_in_graphs = True
     """Its step only launches kernels, on memory that stays allocated."""
 
-    def __init__(self, watch: Watch, parameters: list[nn.Parameter], skip: list[Tensor]) -> None:
-        """skip: the flags to write; empty if no optimizer needs one."""
+    def __init__(self, watch: Watch, parameters: list[nn.Parameter], skip: list[Tensor], looks: BesideBackward) -> None:
+        """skip: the flags to write; empty if no optimizer needs one. looks: write the flags of `watch`."""
         super().__init__({}, {}, [])
         self._watch, self._gated, self._skip, self._tables = watch, parameters, skip, GradientTables()
+        self._looks = looks
 
     def step(self, closure: Any = None) -> None:
         """Zeroes all gradients, and sets flags to one, if a loss or any of the gradients was not finite."""
+        self._looks.wait()
         clear_together(self._watch, [p.grad for p in self._gated if p.grad is not None], self._tables)
         for flag in self._skip:
             torch.maximum(self._watch.stopped[0], self._watch.bad[0], out=flag)  # one flag stands for all ranks
