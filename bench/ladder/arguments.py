@@ -26,12 +26,12 @@ class LadderCommand:
     kernels and the last rung of static), recompute (the last rung with and without --model.recompute-layers),
     dynamic-rows (the last rung without and with --dynamic-rows, and with --model.raw-ids if the model has the flag),
     five-stage (each rung adds one switch), five-stage-trim-first (the same switches in another order), drop-in (stock,
-    the last rung of five-stage, and one graph for the whole iteration), exchange (that graph with collectives and with
-    --peer-memory), tiers (half of the rows in host memory, by TorchRec and by --table-memory, and none), cached-tables
-    (rows in host memory behind TorchRec's caches, fetched a batch ahead by its own pipeline and by five-stage), fp8
-    (the last rung without and with --fp8; for some benchmarks also the first), reading (the last rung on random
-    batches and on the day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu (runs
-    without a GPU)."""
+    the last rung of five-stage, and one graph for the whole iteration, by collectives and by --peer-memory), exchange
+    (that graph alone, both ways), tiers (half of the rows in host memory, by TorchRec and by --table-memory, and none),
+    cached-tables (rows in host memory behind TorchRec's caches, fetched a batch ahead by its own pipeline and by
+    five-stage), fp8 (the last rung without and with --fp8; for some benchmarks also the first), reading (the last rung
+    on random batches and on the day files of --data.path), same-pipelines (one rung of each pipeline twice) and cpu
+    (runs without a GPU)."""
     rounds: int | Literal["auto"] = 5
     """Number of runs of each rung; one round proves nothing. auto: until a difference of --detect can be found."""
     detect: str = "2%"

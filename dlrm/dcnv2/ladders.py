@@ -81,6 +81,11 @@ _WHOLE = Rung(
     (*_IN_ORDER[-1].flags, "--cuda-graph", "iteration"),
     "All launches but one: a graph holds the iteration, with the next batch's input dist and both updates.",
 )
+_WHOLE_BY_PEERS = Rung(
+    "iteration-graph-peer",
+    (*_WHOLE.flags, "--peer-memory"),
+    "Collectives and the copies around them: kernels write into the memory of the other GPUs.",
+)
 _FULL = (
     Rung("stock", _TF32, _STOCK),
     _TUNED,
@@ -146,7 +151,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung("stock", _TF32, _STOCK),
         *_five_stage("trim-input-dist", "dense-graph", "pinned-d2h", "launch-threads", "avoid-record-streams"),
     ),
-    "drop-in": (Rung("stock", _TF32, _STOCK), _IN_ORDER[-1], _WHOLE),
+    "drop-in": (Rung("stock", _TF32, _STOCK), _IN_ORDER[-1], _WHOLE, _WHOLE_BY_PEERS),
     "full": _FULL,
     "ends": (_FULL[0], _FULL[-1]),
     "fp8": (

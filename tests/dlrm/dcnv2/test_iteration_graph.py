@@ -36,7 +36,7 @@ def train(ranks: Ranks, flags: tuple[str, ...]) -> tuple[list[float], dict[str, 
 def train_both(ranks: Ranks) -> list[tuple[list[float], dict[str, Any]]]:
     if ranks.device.type == "cpu":
         iteration_graph_on_cpu()
-    stock, _, whole = LADDERS["drop-in"]
+    stock, _, whole, _ = LADDERS["drop-in"]
     return [train(ranks, rung.flags) for rung in (stock, whole)]
 
 

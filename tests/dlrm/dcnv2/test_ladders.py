@@ -55,9 +55,10 @@ def test_the_five_stages_gain_one_switch_a_rung(name: str, order: list[str]) -> 
 
 
 def test_the_drop_in_ends_in_one_graph_for_the_iteration() -> None:
-    stock, separate, whole = LADDERS["drop-in"]
+    stock, separate, whole, by_peers = LADDERS["drop-in"]
     assert (stock, separate) == (LADDERS["five-stage"][0], LADDERS["five-stage"][-1])
     assert pairs(whole) - pairs(separate) == {("--cuda-graph", "iteration")}
+    assert pairs(by_peers) - pairs(whole) == {("--peer-memory",)}
     config = parse(["--preset", "launch-bound", *whole.flags])
     assert (config.pipeline.cuda_graph, config.precision) == ("iteration", "tf32")
 
