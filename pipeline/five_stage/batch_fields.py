@@ -10,7 +10,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,27 +64,25 @@ def parts_of(batch: Any) -> tuple[list[KeyedJaggedTensor], list[Any]]:
     """Returns the KJTs of a batch, each once, and all other leaves, in one pass."""
     kjts: dict[int, KeyedJaggedTensor] = {}
     rest: list[Any] = []
-    _sort_parts(batch, kjts, rest)
+    _sort_parts((batch,), kjts, rest)
     return list(kjts.values()), rest
 
 
 # A function within another one that calls itself would be a reference cycle, which keeps what it has seen, batches in
 # GPU memory, until Python collects cycles; the training loop switches that off.
-def _sort_parts(value: Any, kjts: dict[int, KeyedJaggedTensor], rest: list[Any]) -> None:
-    kind = _kind(value.__class__)
-    if kind is _LEAF:
-        rest.append(value)
-    elif kind is _KJT:
-        kjts[id(value)] = value
-    elif kind is _MAPPING:
-        for item in value.values():
-            _sort_parts(item, kjts, rest)
-    elif kind is _SEQUENCE:
-        for item in value:
-            _sort_parts(item, kjts, rest)
-    else:
-        for _, item in _attributes(value):
-            _sort_parts(item, kjts, rest)
+def _sort_parts(values: Iterable[Any], kjts: dict[int, KeyedJaggedTensor], rest: list[Any]) -> None:
+    for value in values:
+        kind = _kind(value.__class__)
+        if kind is _LEAF:
+            rest.append(value)
+        elif kind is _KJT:
+            kjts[id(value)] = value
+        elif kind is _MAPPING:
+            _sort_parts(value.values(), kjts, rest)
+        elif kind is _SEQUENCE:
+            _sort_parts(value, kjts, rest)
+        else:
+            _sort_parts([item for _, item in _attributes(value)], kjts, rest)
 
 
 def follow(batch: Any, path: Path) -> Any:
@@ -104,19 +102,19 @@ def map_fields(batch: Any, function: Callable[[Any], Any], replaced: Mapping[int
     kind = _kind(batch.__class__)
     if kind is _LEAF:
         return function(batch)
-    again = partial(map_fields, function=function, replaced=replaced)
     if kind is _SEQUENCE:
-        return type(batch)(*map(again, batch)) if _is_named(batch) else type(batch)(map(again, batch))
+        items = [map_fields(item, function, replaced) for item in batch]
+        return type(batch)(*items) if _is_named(batch) else type(batch)(items)
     if isinstance(batch, dict | UserDict):  # a copy of other mappings may share the items
         duplicate = copy.copy(batch)
         for key, item in batch.items():
-            duplicate[key] = again(item)
+            duplicate[key] = map_fields(item, function, replaced)
         return duplicate
     if kind is _MAPPING:
-        return {key: again(item) for key, item in batch.items()}
+        return {key: map_fields(item, function, replaced) for key, item in batch.items()}
     duplicate = copy.copy(batch)
     for name, item in _attributes(batch):
-        object.__setattr__(duplicate, name, again(item))
+        object.__setattr__(duplicate, name, map_fields(item, function, replaced))
     return duplicate
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from . import reasons
 from .batch_fields import leaves, map_fields
 from .batch_signature import CONSTANT
+from .copies import copies_of
 from .cuda_graph import record
 from .embedding_outputs import EmbeddingOutputs
 
@@ -110,7 +111,7 @@ class Captured:
                 grad if grad is None or len(grad) == count else grad[:count]
                 for grad, count in zip(self._grads, counts, strict=True)
             ]
-            return map_fields(self._output, copied), grads
+            return copies_of(self._output), grads
 
 
 def _zeros(tensor: Tensor, rows: int) -> Tensor:
@@ -133,8 +134,3 @@ def of_graph(leaf: Any) -> Any:
         f"the model's output holds {found}, which the next replay might overwrite: return only tensors, numbers and "
         "strings, in dataclasses, tuples, lists and dicts"
     )
-
-
-def copied(leaf: Any) -> Any:
-    """Returns a leaf of the output that the caller may keep."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

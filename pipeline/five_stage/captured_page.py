@@ -8,8 +8,8 @@ import re
 import torch
 
 from . import reasons
-from .iteration_graph import STAGES, UPDATE
 from .iteration_obstacles import OPTIMIZERS
+from .iteration_work import STAGES, UPDATE
 from .step_graph import NATIVE
 
 

@@ -51,13 +51,16 @@ class CapturedUpdate:
     def look(self) -> tuple[bool, str | None]:
         """Returns whether a graph with the last prepared step is still valid, and the obstacle to capturing the step
         now. Must be called before every step, with its gradients in place."""
-        for _, work in self._works:
+        watched = scaled = False
+        prepared = True
+        for inner, work in self._works:
             work.look()
-        if any(is_watched(inner) for inner, _ in self._works):
-            return False, WATCHED
-        if any(work.is_scaled for _, work in self._works):
-            return False, reasons.SCALED()
-        if all(work.prepared for _, work in self._works):
+            watched = watched or is_watched(inner)
+            scaled = scaled or work.is_scaled
+            prepared = prepared and work.prepared
+        if watched or scaled:
+            return False, WATCHED if watched else reasons.SCALED()
+        if prepared:
             return True, None
         return False, next((why for _, work in self._works if (why := work.why_not_now()) is not None), None)
 

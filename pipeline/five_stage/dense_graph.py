@@ -7,9 +7,9 @@ replayed by some ranks and not by others, which NCCL does not support.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from .batch_fields import copy_of, kjts_of, leaf_names, leaves, snapshot
 from .batch_signature import Form, difference, form_of, why_no_form
 from .capture_errors import told
 from .cuda_graph import captures, destroy, record
-from .dense_run import DenseRun
+from .dense_run import DenseRun, Made, Mark, last_of
 from .embedding_outputs import EmbeddingOutputs, Lookups
 from .frozen import FrozenModel, TrainedParameters
 from .gradients import FlatGradients
@@ -28,6 +28,10 @@ from .graph_obstacles import LateHooks, marked_hooks
 from .graph_pool import WARM_UP, GraphPool, Plan
 from .groups import group_timeout, lend_group
 from .padding import why_padding_matters
+from .streams import StageStreams
+
+if TYPE_CHECKING:
+    from .peers.exchanges import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +81,7 @@ class DenseGraph:
         self._change: str | None = None
         make = partial(dist.new_group, ranks, timeout=group_timeout(), use_local_synchronization=True)
         self.group = group = lend_group("dense", ranks, make)
-        self.gradients = FlatGradients([*named.values(), *processors], device, group)
+        self.gradients = FlatGradients([*named.values(), *processors], device, group, late=len(processors))
         self._runs = DenseRun(model, sharded, list(named), self.gradients, device, group)
         self._runs.uses_stay |= not own_graphs
         self._pool = GraphPool()
@@ -150,11 +154,42 @@ class DenseGraph:
         return self._change if self._settling > 0 else None
 
     def launch(
-        self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
-    ) -> tuple[Any, list[Tensor | None]]:
-        """Runs forward_backward for another graph's capture, or eagerly in the same way, with a batch in memory that
-        stays."""
-        return self._runs.run(batch, features, outputs.leaves(), lookups, capturing=True)
+        self,
+        batch: Any,
+        features: Sequence[Any],
+        lookups: Lookups,
+        outputs: EmbeddingOutputs,
+        streams: StageStreams,
+        wait: Callable[[], None],
+    ) -> Made:
+        """Runs forward and backward for another graph's capture, or eagerly in the same way, with a batch in memory
+        that stays. The parameters' gradients are then to be given to `keep` or `reduce`. wait: for the outputs, on the
+        current stream."""
+        made = self._runs.make(batch, features, outputs.leaves(), lookups, True, streams.mark, wait)
+        self._runs.check(made)
+        return made
+
+    def keep(self, made: Made) -> None:
+        """Stores the gradients of the dense part, on the stream that has made them."""
+        self.gradients.keep(made.of_weights, range(self._runs.count))
+
+    def reduce(
+        self,
+        made: Made,
+        of_processors: Sequence[Tensor],
+        after: "torch.cuda.Event | None",
+        streams: StageStreams,
+        peers: "Peers | None",
+    ) -> None:
+        """Stores all gradients and computes their mean over the ranks, on the current stream: those that the backward
+        made first before it has made the others. after: event after which those of the processors are made. All
+        gradients must live until this stream's work is awaited. Collective."""
+        grads = [*made.of_weights, *of_processors]
+        at = [*made.weights_at, *(Mark(made.end.turn + 1, after) for _ in of_processors)]
+        for bucket in self.gradients.buckets:
+            streams.wait(last_of(at[i] for i in bucket.members))
+            self.gradients.keep([grads[i] for i in bucket.members], bucket.members)
+            self.gradients.mean(peers, bucket)
 
     def capture_alone(self) -> None:
         """Begins to capture the dense part in graphs of its own, where an iteration's graph was to hold it."""
@@ -172,7 +207,7 @@ class DenseGraph:
 
     def keep_of_processors(self, grads: Sequence[Tensor]) -> None:
         """Stores the gradients of parameters within sharded modules, before the all-reduce of every batch."""
-        self.gradients.keep(grads, first=self._runs.count)
+        self.gradients.keep(grads, range(self._runs.count, len(self.parameters)))
 
     def all_reduce(self) -> None:
         """Computes the mean of the gradients over all ranks, on the current stream, as the parameters' `.grad`.
@@ -267,7 +302,8 @@ class DenseGraph:
 
             def run(outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
                 # Of a copy, as a forward may change the batch in place.
-                return self._runs.run(copy_of(batch, kept), features, outputs, lookups, keep=False)
+                made = self._runs.make(copy_of(batch, kept), features, outputs, lookups)
+                return (made.losses, made.output, made.of_weights), made.of_values
 
             try:
                 self._padding[form] = why_padding_matters(self._model, run, outputs, put_back)

@@ -1,8 +1,10 @@
 """Forward, loss and backward of the dense part: eagerly, or as a graph captures them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,35 @@ from .own_collectives import OwnCollectives
 
 _FINE, _COLLECTIVES, _FAILED = 0, 1, 2
 """Facts that a rank reports about its first batch."""
+
+
+class Mark(NamedTuple):
+    """A point of the stream that runs the dense part."""
+
+    turn: int
+    """Number of the mark in its stream's order."""
+    event: "torch.cuda.Event | None"
+
+
+def last_of(marks: Iterable[Mark]) -> "torch.cuda.Event | None":
+    """Returns the event of the last mark; None if there are no marks."""
+    return max(marks, key=attrgetter("turn"), default=Mark(0, None)).event
+
+
+class Made(NamedTuple):
+    """Results of a forward and backward of the dense part, and when they were made."""
+
+    losses: Tensor
+    output: Any
+    of_values: list[Tensor | None]
+    """Gradients of the embedding outputs' values."""
+    of_weights: list[Tensor | None]
+    """Gradients of the parameters."""
+    values_at: list[Mark]
+    """Points by which the gradients of the values are made."""
+    weights_at: list[Mark]
+    """Points by which the gradients of the parameters are made."""
+    end: Mark
 
 
 class DenseRun:
@@ -69,30 +100,49 @@ class DenseRun:
         outputs: EmbeddingOutputs,
         lookups: Lookups,
         capturing: bool = False,
-        keep: bool = True,
     ) -> tuple[Any, list[Tensor | None]]:
+        """Runs forward and backward, and stores the parameters' gradients in the flat buffers; returns the output and
+        the gradients of outputs.values. capturing: see `make`."""
+        made = self.make(batch, features, outputs, lookups, capturing)
+        self._keep(made.of_weights)
+        return made.output, made.of_values
+
+    def make(
+        self,
+        batch: Any,
+        features: Sequence[Any],
+        outputs: EmbeddingOutputs,
+        lookups: Lookups,
+        capturing: bool = False,
+        mark: "Callable[[], torch.cuda.Event | None]" = lambda: None,
+        wait: Callable[[], None] | None = None,
+    ) -> Made:
         """Runs forward and backward. capturing: does not touch the parameters themselves, because their leaves belong
-        to another stream; earlier batches have shown that the model does not read them. keep: stores the gradients in
-        the flat buffers; otherwise they are returned, with the losses, as the output."""
+        to another stream; earlier batches have shown that the model does not read them. mark: records an event on the
+        current stream, once for each gradient. wait: see Lookups.call."""
         weights = self._stand_ins()
         asked = [not capturing and parameter.requires_grad for parameter in self._parameters]
 
         def call(batch: Any) -> tuple[Tensor, Any]:
             return functional_call(self._model, dict(zip(self._names, weights, strict=True)), (batch,))
 
-        losses, output = lookups.call(call, batch, features, outputs)
+        losses, output = lookups.call(call, batch, features, outputs, wait)
         values = outputs.values
+        # After the forward, so that these hooks run after those that the model itself has put on its leaves.
+        marks = _Marks([*values, *weights], mark, self._device)
         trained = [weight for weight in weights if weight.requires_grad]
         inputs = [*values, *trained, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
         of_values_and_rest = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
         of_values: list[Tensor | None] = list(of_values_and_rest[: len(values)])
         rest = iter(of_values_and_rest[len(values) :])
         of_weights = [next(rest) if weight.requires_grad else None for weight in weights]
-        past = [next(rest) if ask else None for ask in asked]
-        if not keep:
-            return (losses.detach(), output, of_weights), of_values
-        self._keep(of_weights, past)
-        return output, of_values
+        self._add_past(of_weights, [next(rest) if ask else None for ask in asked])
+        *at, end = marks.all()
+        return Made(losses.detach(), output, of_values, of_weights, at[: len(values)], at[len(values) :], end)
+
+    def check(self, made: Made) -> None:
+        """Raises ValueError if the parameters that have gradients are not those of the first batch."""
+        self._check_uses(made.of_weights)
 
     def _first(
         self, batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
@@ -173,7 +223,9 @@ class DenseRun:
             return functional_call(step, within, (batch,))
 
         _, output = lookups.call(call, batch, features, outputs)
-        self._keep([weight.grad for weight in weights], [p.grad for p in self._parameters])
+        grads = [weight.grad for weight in weights]
+        self._add_past(grads, [p.grad for p in self._parameters])
+        self._keep(grads)
         return output, outputs.grads
 
     def _stand_ins(self) -> list[Tensor]:
@@ -181,17 +233,54 @@ class DenseRun:
         and the parameters' stream is not the capturing one."""
         return [parameter.detach().requires_grad_(parameter.requires_grad) for parameter in self._parameters]
 
-    def _keep(self, grads: list[Tensor | None], past: list[Tensor | None]) -> None:
-        """Stores the gradients. past: the gradients of the parameters themselves, read by a module that keeps them in
-        its own list, instead of the stand-ins."""
+    def _keep(self, grads: Sequence[Tensor | None]) -> None:
+        """Stores the gradients."""
+        self._check_uses(grads)
+        self._gradients.keep(grads, range(len(grads)))
+
+    def _add_past(self, grads: list[Tensor | None], past: Sequence[Tensor | None]) -> None:
+        """Adds `past`: the gradients of the parameters themselves, read by a module that keeps them in its own list,
+        instead of the stand-ins."""
         for i, grad in enumerate(past):
             if grad is not None:
                 within = grads[i]
                 grads[i] = grad if within is None else within + grad
                 if self.problem is None:
                     self.problem = f"the model reads {self._names[i]} past the module that it is a parameter of"
-        self._check_uses(grads)
-        self._gradients.keep(grads)
+
+
+class _Marks:
+    """Notes when a backward makes the gradients of leaves."""
+
+    def __init__(
+        self, leaves: Sequence[Tensor], mark: "Callable[[], torch.cuda.Event | None]", device: torch.device
+    ) -> None:
+        """mark: records an event on the current stream."""
+        self._mark, self._device, self._stream = mark, device, _stream(device)
+        self._of: list[Mark | None] = [None] * len(leaves)
+        self._turns = 0
+        for place, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._note, place))
+
+    def _note(self, place: int, gradient: Tensor) -> None:
+        # Streams of the model's own, on which autograd runs what they have run in the forward, have an order of theirs.
+        if _stream(self._device) == self._stream:
+            self._of[place] = self._next()
+
+    def _next(self) -> Mark:
+        self._turns += 1
+        return Mark(self._turns, self._mark())
+
+    def all(self) -> list[Mark]:
+        """Returns the marks of all leaves, and of the backward's end, which also stands for leaves without one. Must be
+        called when the backward has been launched, on the stream that has launched it."""
+        end = self._next()
+        return [*(mark or end for mark in self._of), end]
+
+
+def _stream(device: torch.device) -> "torch.cuda.Stream | None":
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 _INSTEAD = (

@@ -112,10 +112,16 @@ class Lookups:
         self._refusing = {one.module: refuse_call(one) for one in modules if one not in called}
 
     def call(
-        self, call: Callable[[Any], Any], batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs
+        self,
+        call: Callable[[Any], Any],
+        batch: Any,
+        features: Sequence[Any],
+        outputs: EmbeddingOutputs,
+        wait: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Any]:
         """Returns call(batch), in which each module returns its output for its KJT, the first of `features`. ValueError
-        if it receives anything else."""
+        if it receives anything else. wait: called before an output is returned, to wait for it on the current
+        stream."""
 
         def gives(one: Sharded, expected: Any, output: Output) -> Callable[..., LazyNoWait[Any]]:
             def forward(*args: Any, **kwargs: Any) -> LazyNoWait[Any]:
@@ -124,6 +130,8 @@ class Lookups:
                         f"the model gives {one.name} another KJT than with the first batch: the pipeline has looked up "
                         "the batch's field that the model gave then"
                     )
+                if wait is not None:
+                    wait()
                 return LazyNoWait(output)
 
             return forward

@@ -1,7 +1,7 @@
 """The gradients of the dense part in flat buffers, and their mean over the ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,31 @@ if TYPE_CHECKING:
     from .peers.exchanges import Peers
 
 _ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
+_BUCKET = 2**24
+"""Bytes from which gradients are reduced before the others are made. Two H200s take 70 us for 16 MiB by NCCL, of which
+10 are the same for any size."""
+
+
+class Bucket(NamedTuple):
+    """Gradients that are reduced together."""
+
+    flat: Tensor
+    """Their part of a flat buffer."""
+    members: list[int]
+    """Indices of their parameters."""
 
 
 class FlatGradients:
     """A buffer for each dtype, and a view of it for each parameter, which is its `.grad` after `publish`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], device: torch.device, group: dist.ProcessGroup, late: int = 0
+    ) -> None:
+        """late: number of last parameters whose gradients are made after those of all others."""
         self.parameters, self._device, self._group = list(parameters), device, group
         self.flat, self.views = flat_gradients(self.parameters)
+        self.buckets = _buckets(self.flat, self.views, len(self.parameters) - late)
+        """All gradients: those of the last parameters first, as a backward makes them, and the late ones last."""
         self.used = [False] * len(self.parameters)
         """Whether the batch gave each parameter a gradient."""
         self._accumulated: list[Tensor | None] | None = None
@@ -36,16 +53,17 @@ class FlatGradients:
         if any(grad is not None for grad in kept):
             self._accumulated = [None if grad is None else grad.clone() for grad in kept]
 
-    def keep(self, grads: Sequence[Tensor | None], first: int = 0) -> None:
-        """Copies autograd's gradients into the buffers: those of the parameters from the `first` one on. Parameters
-        without one get zeros, which other ranks may read."""
-        of = slice(first, first + len(grads))
-        self.used[of] = [grad is not None for grad in grads]
-        pairs = [(view, grad) for view, grad in zip(self.views[of], grads, strict=True) if grad is not None]
+    def keep(self, grads: Sequence[Tensor | None], places: Sequence[int]) -> None:
+        """Copies autograd's gradients into the buffers. places: indices of their parameters. Parameters without a
+        gradient get zeros, which other ranks may read."""
+        for place, grad in zip(places, grads, strict=True):
+            self.used[place] = grad is not None
+        pairs = [(self.views[place], grad) for place, grad in zip(places, grads, strict=True) if grad is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
         if len(pairs) < len(grads):
-            torch._foreach_zero_([view for view, grad in zip(self.views[of], grads, strict=True) if grad is None])
+            without = [self.views[place] for place, grad in zip(places, grads, strict=True) if grad is None]
+            torch._foreach_zero_(without)
 
     def restore(self, used: Sequence[bool]) -> None:
         """Takes which of the first parameters have gradients, of a graph whose replay runs `keep` without Python."""
@@ -63,10 +81,11 @@ class FlatGradients:
                     self.views[i].copy_(grad)
                     self.used[i] = True
 
-    def mean(self, peers: "Peers | None" = None) -> None:
-        """Computes DDP's average: divides, then sums. NCCL does both in one pass. peers: do so in place of NCCL, as far
-        as they can. Collective."""
-        left = self.flat if peers is None else peers.mean(self.flat)
+    def mean(self, peers: "Peers | None" = None, bucket: Bucket | None = None) -> None:
+        """Computes DDP's average, of one bucket or of all gradients: divides, then sums. NCCL does both in one pass.
+        peers: do so in place of NCCL, as far as they can. Collective."""
+        flats = self.flat if bucket is None else [bucket.flat]
+        left = flats if peers is None else peers.mean(flats)
         for flat in left if self._group.size() > 1 else ():
             if self._device.type == "cuda":
                 dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
@@ -77,6 +96,26 @@ class FlatGradients:
         """Makes the views the parameters' gradients."""
         for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
             parameter.grad = view if used else None
+
+
+def _buckets(flats: Sequence[Tensor], views: Sequence[Tensor], late: int) -> list[Bucket]:
+    """Returns the buckets of flat buffers, which have at least _BUCKET bytes, except for the last one of a dtype.
+
+    late: index of the first late parameter."""
+    buckets: list[Bucket] = []
+    ends = {flat.dtype: flat.numel() for flat in flats}
+    of_late: list[Bucket] = []
+    for first, last, found in ((late, len(views), of_late), (0, late, buckets)):
+        for flat in flats:
+            of_dtype = [i for i in range(first, last) if views[i].dtype == flat.dtype]
+            members: list[int] = []
+            for i in reversed(of_dtype):
+                members.append(i)
+                start = int(views[i].storage_offset())
+                if i == of_dtype[0] or (ends[flat.dtype] - start) * flat.element_size() >= _BUCKET:
+                    found.append(Bucket(flat[start : ends[flat.dtype]], members))
+                    ends[flat.dtype], members = start, []
+    return buckets + of_late
 
 
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,6 +8,7 @@ from torchrec import KeyedJaggedTensor
 
 from .cached_tables import FetchedRows
 from .input_dist import Distribution
+from .streams import StageStreams
 
 In = TypeVar("In")
 
@@ -27,3 +28,10 @@ class InFlight(Generic[In]):
     distributed: torch.cuda.Event | None = field(default=None)
     rows: list[FetchedRows] = field(default_factory=list)
     """Rows that caches hold for it between fetch and lookup."""
+    _awaited: bool = False
+
+    def await_copy(self, streams: StageStreams) -> None:
+        """Makes the caller's stream, in which iterations follow one another, wait for the copy, once."""
+        if not self._awaited:
+            streams.wait(self.copied)
+            self._awaited = True

@@ -21,7 +21,7 @@ In = TypeVar("In")
 def _count_on_host(features: Sequence[KeyedJaggedTensor], copies: Sequence[KeyedJaggedTensor]) -> None:
     """Gives copies of KJTs their lengths per key: cheap here, a read of the device later. The user's own KJTs cache
     nothing, as whoever refills them in place would find it there."""
-    for kjt, copy in zip(features, copies, strict=False):
+    for kjt, copy in zip(features, copies, strict=True):
         if kjt.device().type == "cpu" and copy is not kjt and copy.length_per_key_or_none() is None:
             counted = with_weights(kjt, kjt.weights_or_none()).sync()
             copy._length_per_key, copy._offset_per_key = counted.length_per_key(), counted.offset_per_key()
@@ -76,12 +76,11 @@ class Incoming(Generic[In]):
                 self._exhausted = True
                 return
             as_on_device = type(batch) is self._form
-            features = self.features_of(batch) if as_on_device else []
             form = self.graph.form_of(batch) if as_on_device and self.graph is not None else None
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
             new = InFlight(on_device, None, self._input_dists.new(), self.features_of(on_device), form)
-            if self._pinned_d2h and form is None:
-                _count_on_host(features, new.features)
+            if self._pinned_d2h and form is None and as_on_device:
+                _count_on_host(self.features_of(batch), new.features)
             if not as_on_device and self.graph is not None:
                 new.form = self.graph.form_of(on_device)
             self._end.announce(True, new.form, self.graph is None or self.graph.memory.fits(new))

@@ -28,15 +28,15 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from . import reasons
-from .batch_fields import kjts_of, leaf_names, leaves, map_fields
+from .batch_fields import kjts_of, leaf_names, leaves
 from .batch_forms import BatchForms
 from .batch_signature import autocast_of, why_no_form
 from .capture_errors import told
-from .captured import copied, of_graph
 from .captured_update import CapturedUpdate
+from .copies import copies_of
 from .cuda_graph import destroy, record
 from .dense_graph import DenseGraph
-from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
+from .embedding_outputs import Lookups
 from .feature_processors import FeatureProcessors
 from .groups import of_all_ranks
 from .in_flight import InFlight
@@ -44,19 +44,18 @@ from .input_dist import Distribution, InputDist
 from .iteration_memory import IterationMemory
 from .iteration_obstacles import lookup_kernels, why_no_iteration_of
 from .iteration_pairs import MOST_FORMS, Pair, Pairs
-from .iteration_slots import TURNS, FormMemory, fields_of
+from .iteration_slots import TURNS, fields_of
+from .iteration_work import STAGES, UPDATE, IterationWork
 from .overflows import Overflows
 from .peers.exchanges import Peers
-from .replicated_tables import ReplicatedTables, leaves_of_now
+from .replicated_tables import ReplicatedTables
 from .step_graph import WARM_UP
-from .streams import StageStreams, stage
+from .streams import StageStreams
 from .table_rates import TableRates
 
 logger = logging.getLogger(__name__)
 
 FIRST = reasons.FIRST(count=WARM_UP)
-STAGES = ("input dist of the next batch", "lookup and its exchange", "dense forward and backward", "table update")
-UPDATE = ("all-reduce of dense gradients", "dense update")
 
 
 class IterationGraph:
@@ -94,6 +93,21 @@ class IterationGraph:
         self._capacities: dict[str, dict[str, int]] = {}
         self._forms: BatchForms | None = None
         self.memory = IterationMemory(device)
+        self._work = IterationWork(
+            dense,
+            processors,
+            replicated,
+            input_dists,
+            lookups,
+            streams,
+            device,
+            self._peers,
+            self._kernels,
+            self._update,
+            self._rates,
+            self._overflows,
+            self.memory,
+        )
         self._pairs = Pairs()
         self._pool: Any = None
         self._turn = 0
@@ -243,7 +257,7 @@ class IterationGraph:
         self._turn = turn
         memory.slots[turn].holds, other.slots[1 - turn].holds = None, brought
         other.staging[turn].holds = None
-        return map_fields(output, copied)
+        return copies_of(output)
 
     def _place(self, now: InFlight[Any], distribution: Distribution) -> None:
         """Copies a batch that no graph has distributed into the slot that the graph of this turn reads."""
@@ -275,48 +289,6 @@ class IterationGraph:
         self._streams.wait(self._streams.mark("iteration"))
         self._pairs.rehearsed(pair)
         return output
-
-    def _work(self, turn: int, pair: Pair) -> Any:
-        """All launches of an iteration, in which nothing is read by the host; returns the model's output."""
-        streams, slot, lookups = self._streams, self.memory[pair.now].slots[turn], self._lookups
-        begun = streams.mark()
-        with stage("input_dist", self._device), streams.on("input_dist", after=begun):
-            self._distribute(self.memory[pair.ahead], turn)
-            brought = streams.mark("input_dist")
-        if self.updates:
-            self._update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
-        self._rates.mark()
-        with stage("embedding_forward", self._device):
-            with self._replicated.looked_up(), leaves_of_now(self._kernels):
-                awaited = self._processors.look_up(lookups.called, slot.contexts, slot.features)
-            outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
-        with stage("dense_forward_backward", self._device):
-            output, grads = self._dense.launch(slot.batch, slot.stand_ins, lookups, outputs)
-        made = streams.mark()
-        with stage("embedding_backward", self._device):
-            embedding_backward(outputs, grads)
-            if of_modules := [*self._processors.gradients(), *self._replicated.gradients()]:
-                self._dense.keep_of_processors(of_modules)
-                made = streams.mark()
-        updated = self._dense_update(after=made) if self.updates else None
-        for event in (updated, brought):
-            streams.wait(event)
-        return map_fields(output, of_graph)
-
-    def _distribute(self, memory: FormMemory, turn: int) -> None:
-        staging, distribution = memory.staging[turn], self._input_dists.new()
-        with self._overflows.told(1 - turn):
-            distribution.advance(staging.features, "features")
-        memory.slots[1 - turn].fill(staging.fields, distribution)
-
-    def _dense_update(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        with self._streams.on("dense_update", after):
-            with stage("dense_forward_backward", self._device):
-                self._dense.gradients.mean(self._peers)
-                self._dense.gradients.publish()
-            with stage("dense_update", self._device):
-                self._update.step()
-            return self._streams.mark("dense_update")
 
     # Captures
 

@@ -15,6 +15,7 @@ from torchrec.distributed.embedding_types import KJTList
 from .batch_fields import leaves, map_fields, parts_of
 from .batch_forms import BatchForm
 from .captured import FeaturesRead
+from .copies import CopyTogether
 from .feature_processors import with_weights
 from .input_dist import Distribution
 
@@ -33,24 +34,6 @@ def batch_bytes(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in (*fields_of(batch), *(of for kjt in kjts for of in _ids_of(kjt))))
 
 
-class CopyByType:
-    """A copy of tensors [any shapes and types] into others of equal shapes and types, with a launch for each type."""
-
-    def __init__(self, into: Sequence[Tensor]) -> None:
-        by_type: dict[torch.dtype, list[int]] = {}
-        for i, to in enumerate(into):
-            by_type.setdefault(to.dtype, []).append(i)
-        self._places = [([into[i] for i in places], places) for places in by_type.values()]
-        self._count = len(into)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """Copies on the current stream."""
-        assert len(tensors) == self._count, "one for each"
-        with torch.no_grad():
-            for into, places in self._places:
-                torch._foreach_copy_(into, [tensors[i] for i in places], non_blocking=True)
-
-
 class Staging:
     """A batch as it came to the device, for an input dist to read."""
 
@@ -63,7 +46,7 @@ class Staging:
         self._features = [own[id(kjt)] for kjt in features]
         self.fields = [torch.zeros_like(field) for field in _tensors(rest)]
         self._memory = [*self.fields, *self._of_kjts(list(own.values()))]
-        self._copy = CopyByType(self._memory)
+        self._copy = CopyTogether(self._memory)
         self.holds: Any = None
         """Whose batch is in it."""
 
@@ -131,7 +114,7 @@ class Slot:
 
     def fill(self, fields: Sequence[Tensor], distribution: Distribution) -> None:
         """Copies a batch and what its input dist has made, on the current stream."""
-        CopyByType(self._memory)([*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
+        CopyTogether(self._memory)([*fields, *self._of(distribution.features), *_lengths(distribution.contexts)])
 
     @property
     def nbytes(self) -> int:

@@ -246,8 +246,8 @@ class FiveStagePipeline(Generic[In, Out]):
             self._input_dist(now, "features")
             self._streams.wait(now.distributed)
 
-        for of in (now, ahead):
-            self._streams.wait(of.copied if of is not None else None)
+        for of in filter(None, (now, ahead)):
+            of.await_copy(self._streams)
         output = graph.train(now, ahead, distribute)
         if not graph.updates:
             self._dense_update(self._streams.mark())

@@ -8,8 +8,8 @@ learning rate is frozen with the other numbers until it changes; from then on th
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter, is_, methodcaller
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def _capturable(optimizer: Optimizer) -> bool:
     return all(group.get("capturable") for group in optimizer.param_groups)
 
 
-_GRAD, _VALUES = attrgetter("grad"), methodcaller("values")
+_GRAD = attrgetter("grad")
 _NOT_FROZEN = {"params", "lr", "initial_lr"}
 """Entries of a parameter group that may change; the last one is a scheduler's own."""
 
@@ -102,7 +102,8 @@ class StepWork:
     @property
     def is_scaled(self) -> bool:
         """Whether a GradScaler leaves the scaling to the optimizer."""
-        return any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        optimizer: Any = self._optimizer
+        return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
 
     def why_not_now(self) -> str | None:
         """Returns the obstacle to capturing this step; None without one."""
@@ -126,15 +127,17 @@ class StepWork:
             if "lr" in group:
                 rates.append(_number(group["lr"]))
         states = _states_of(parameters, self._optimizer.state)
-        memory = [*parameters, *chain.from_iterable(map(_VALUES, states))]
+        memory: list[Any] = [*parameters]
+        for state in states:
+            memory += state.values()
         same = _identical(memory, self._memory)
         if not same:
             self._tensors = [value for value in memory if isinstance(value, Tensor)]
         grads = [*map(_GRAD, parameters)]  # for a slice of tables, a different view each time
         present = [grad for grad in grads if grad is not None]
-        of_grads = [*map(Tensor.data_ptr, present), *map(is_, grads, repeat(None))]
+        absent = map(is_, grads, repeat(None)) if len(present) < len(grads) else ()
         of_tensors = [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, parameters)]
-        layouts = [*map(len, states), *of_tensors, *of_grads]
+        layouts = [*map(len, states), *of_tensors, *map(Tensor.data_ptr, present), *absent]
         if not same or layouts != self._layouts or not _equal(frozen, self._frozen):
             self.forget()
             # Most optimizers create their state in the very first step.

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from torchrec import KeyedJaggedTensor
@@ -12,6 +12,7 @@ from torchrec import KeyedJaggedTensor
 import dlrm_bench.pipeline.five_stage.pipeline
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.feature_processors import with_weights
+from dlrm_bench.pipeline.five_stage.in_flight import InFlight
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.pipeline.five_stage.any_models import PLANS, AnyBatch, TwoTower, batches, build
@@ -64,3 +65,11 @@ def closes(ranks: Ranks) -> None:
 
 def test_a_pipeline_that_is_closed_waits_with_the_memory_of_its_batches(run_ranks):
     run_ranks(1, closes)
+
+
+def test_the_callers_stream_waits_once_for_each_copy():
+    """As iterations follow one another there, the second wait would tell it nothing."""
+    streams, (first, second) = Mock(), [InFlight((), Mock(), Mock(), []) for _ in range(2)]
+    for of in (first, second, second, first):
+        of.await_copy(streams)
+    assert [call.args for call in streams.wait.call_args_list] == [(first.copied,), (second.copied,)]

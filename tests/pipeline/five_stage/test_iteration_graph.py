@@ -14,7 +14,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage import iteration_graph
+from dlrm_bench.pipeline.five_stage import iteration_work
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
@@ -213,7 +213,7 @@ def test_what_stands_around_a_step(run_ranks, world_size, gpu, rtol):
 def leaves_again(ranks: Ranks) -> list[int]:
     """Returns how many leaves each iteration's embedding backward ends at that the iteration before has ended at."""
     prepare(ranks)
-    counts, backward = [], iteration_graph.embedding_backward
+    counts, backward = [], iteration_work.embedding_backward
 
     def counted(outputs: Any, grads: Any) -> None:
         ahead, seen = [values.grad_fn for values in outputs.values if values.requires_grad], set()
@@ -229,7 +229,7 @@ def leaves_again(ranks: Ranks) -> list[int]:
             leaf.metadata["used"] = True
         backward(outputs, grads)
 
-    with patch.object(iteration_graph, "embedding_backward", counted):
+    with patch.object(iteration_work, "embedding_backward", counted):
         whole(ranks, batches(ranks, 9, fixed=True), plan="mixed without RW")
     return counts
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
+import dlrm_bench.pipeline.five_stage.gradients
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.five_stage.trimmed.capacity_dist
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -52,6 +53,7 @@ def train(ranks: Ranks, order: Order, count: int) -> dict[str, Any]:
     with (
         patch.object(dlrm_bench.pipeline.five_stage.pipeline, "StageStreams", streams),
         patch.object(dlrm_bench.pipeline.five_stage.trimmed.capacity_dist, "OVERFLOWS", 0.9),
+        patch.object(dlrm_bench.pipeline.five_stage.gradients, "_BUCKET", 256),  # several buckets
         patch.object(AnyBatch, "to", copied),
         FiveStagePipeline(model, optimizer, ranks.device, WHOLE) as pipeline,
     ):

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 from torchrec import EmbeddingBagCollection
 
+import dlrm_bench.pipeline.five_stage.gradients
 import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.five_stage.trimmed.capacity_dist
 from dlrm_bench.dlrm.runtime.peer_memory import Barrier
@@ -139,6 +140,7 @@ def train(ranks: Ranks, turns: int) -> tuple[list[Event], dict[str, Any]]:
     with (
         patch.object(dlrm_bench.pipeline.five_stage.pipeline, "StageStreams", streams),
         patch.object(dlrm_bench.pipeline.five_stage.trimmed.capacity_dist, "OVERFLOWS", 0.9),
+        patch.object(dlrm_bench.pipeline.five_stage.gradients, "_BUCKET", 256),  # several buckets
         patch.object(Peers, "at", lambda peers, turn: at(peers, turn % turns)),
         FiveStagePipeline(model, optimizer, ranks.device, PEERS) as pipeline,
     ):
