@@ -153,7 +153,7 @@ def two_tiers() -> TieredRows:
 def test_bytes_are_equal_by_way_of_few_buffers(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, with_buffers: bool
 ) -> None:
-    """Several pieces of different sizes, and rows in two tiers, go through each buffer in parts; on a GPU always."""
+    """Several pieces of different sizes, and rows in two tiers, go through each buffer; on a GPU always."""
     weights, state = two_tiers().of_table(0, 900)
     values = [torch.rand(700 + 31 * i, 2, 2)[:, :, i % 2] for i in range(COUNT)]
     values = [
@@ -170,7 +170,6 @@ def test_bytes_are_equal_by_way_of_few_buffers(
     staging = Staging(pieces, CPU)
     if with_buffers:
         monkeypatch.setattr(checkpoint_memory, "COPIERS", 3)
-        monkeypatch.setattr(checkpoint_memory, "_PART_BYTES", 1000)
         staging._buffers = buffers_for(pieces, CPU)
         assert len(staging._buffers) < len(pieces)
     memory = PiecesInMemory(tmp_path, pieces, staging)
