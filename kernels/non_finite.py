@@ -79,10 +79,40 @@ def plain_clear_gradients(watch: Watch, gradients: Tensor) -> None:
 
 def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
     """Computes `clear_gradients` in one kernel, which writes only gradients that change."""
+    _launch_clear(watch, gradients, gradients)
+
+
+def cleared_gradients(watch: Watch, gradients: Tensor) -> Tensor:
+    """Returns gradients, of any shape, strides and dtype, as `clear_gradients` would leave them, in new memory,
+    contiguous."""
+    cleared = triton_cleared_gradients if gradients.is_cuda else plain_cleared_gradients
+    return cleared(watch, gradients)
+
+
+def plain_cleared_gradients(watch: Watch, gradients: Tensor) -> Tensor:
+    """Computes `cleared_gradients` in PyTorch."""
+    copy = gradients.clone(memory_format=torch.contiguous_format)
+    plain_clear_gradients(watch, copy)
+    return copy
+
+
+def triton_cleared_gradients(watch: Watch, gradients: Tensor) -> Tensor:
+    """Computes `cleared_gradients` in one kernel, after a copy of gradients that are not contiguous."""
+    if not gradients.is_contiguous():
+        gradients = gradients.contiguous()
+        _launch_clear(watch, gradients, gradients)
+        return gradients
+    out = torch.empty_like(gradients)
+    _launch_clear(watch, gradients, out)
+    return out
+
+
+def _launch_clear(watch: Watch, gradients: Tensor, out: Tensor) -> None:
     if gradients.numel():
         grid = (min(cdiv(gradients.numel(), _BLOCK), 1024),)
         turns = cdiv(gradients.numel(), grid[0] * _BLOCK)
-        _clear_gradients_kernel[grid](*watch, gradients, gradients.numel(), len(watch.stopped), turns, _BLOCK)
+        sizes = (gradients.numel(), len(watch.stopped), turns, out is not gradients, _BLOCK)
+        _clear_gradients_kernel[grid](*watch, gradients, out, *sizes)
 
 
 class GradientTables:
@@ -221,12 +251,24 @@ def _clear_together_kernel(
 
 @jit
 def _clear_gradients_kernel(
-    stopped, bad, gradients, count, flags: tl.constexpr, turns: tl.constexpr, block: tl.constexpr
+    stopped,
+    bad,
+    gradients,
+    out,
+    count,
+    flags: tl.constexpr,
+    turns: tl.constexpr,
+    copies: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     stops = is_stopped(stopped, flags)
     for turn in range(turns):
         at = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * block + tl.arange(0, block)
         mask = at < count
-        unusable = mask & ((tl.abs(tl.load(gradients + at, mask, other=0.0).to(tl.float32)) < float("inf")) == 0)
+        g = tl.load(gradients + at, mask, other=0.0)
+        unusable = mask & ((tl.abs(g.to(tl.float32)) < float("inf")) == 0)
         tl.store(bad + at * 0, at * 0 + 1, unusable & (stops == 0))
-        tl.store(gradients + at, tl.zeros([block], gradients.dtype.element_ty), unusable | (mask & stops))
+        if copies:
+            tl.store(out + at, tl.where(unusable | stops, 0.0, g).to(out.dtype.element_ty), mask)
+        else:
+            tl.store(out + at, tl.zeros([block], out.dtype.element_ty), unusable | (mask & stops))

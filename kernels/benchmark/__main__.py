@@ -54,7 +54,14 @@ from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable,
 from dlrm_bench.kernels.embedding.push_columns import PushTable, push_columns
 from dlrm_bench.kernels.input_dist.gather_segments import Segment
 from dlrm_bench.kernels.input_dist.push_segments import SegmentPushTable, push_segments
-from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together, raise_flag
+from dlrm_bench.kernels.non_finite import (
+    GradientTables,
+    Watch,
+    clear_gradients,
+    clear_together,
+    cleared_gradients,
+    raise_flag,
+)
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
 PEERS = 4  # number of ranks whose buffers a peer-memory kernel reads or writes
@@ -304,6 +311,9 @@ def non_finite_cases() -> Iterator[Case]:
     gradients = torch.rand(4 * 6912, 832, device="cuda").to(BF16)
     run = partial(clear_gradients, Watch(flags.own, bad[:1]), gradients)
     yield Case("clear_gradients", f"{list(gradients.shape)}, bf16, nothing to clear", gradients.nbytes, run)
+    for name, of in (("bf16", gradients), ("fp32", gradients.float())):
+        copied = partial(cleared_gradients, Watch(flags.own, bad[:1]), of)
+        yield Case("cleared_gradients", f"{list(of.shape)}, {name}, nothing to clear", 2 * of.nbytes, copied)
     of_dense = list(torch.rand(16, 1_000_000, device="cuda").unbind())
     run = partial(clear_together, Watch(flags.own, bad[:1]), of_dense, GradientTables())
     yield Case("clear_together", "16 of 1 M elements, fp32, nothing to clear", 64_000_000, run)

@@ -35,7 +35,7 @@ from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.dense.tallies import GRADIENTS, Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import Priority
-from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_gradients, clear_together
+from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_together, cleared_gradients
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 
 _DENSE = f"dense {GRADIENTS}"
@@ -96,11 +96,8 @@ class TorchRecLossGuard:
         return output
 
     def _gated(self, gradient: Tensor) -> Tensor:
-        # A copy: autograd's own gradient may have other users.
-        usable = gradient.detach().clone(memory_format=torch.contiguous_format)
         self._looks.wait()
-        clear_gradients(self._guard.watch, usable)
-        return usable
+        return cleared_gradients(self._guard.watch, gradient.detach())  # autograd's own may have other users
 
 
 class BesideBackward:

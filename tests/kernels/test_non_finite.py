@@ -21,9 +21,11 @@ from dlrm_bench.kernels.non_finite import (
     Watch,
     plain_clear_gradients,
     plain_clear_together,
+    plain_cleared_gradients,
     plain_raise_flag,
     triton_clear_gradients,
     triton_clear_together,
+    triton_cleared_gradients,
     triton_raise_flag,
 )
 from dlrm_bench.kernels.peer_tensors import PeerTensors
@@ -86,6 +88,30 @@ def test_gradients_are_cleared_where_a_flag_is_raised_or_they_are_not_finite(
     clear(Watch(stopped + 1, bad), gradients)
     assert not gradients.any()
     assert bad == 0
+
+
+@pytest.mark.parametrize("cleared", twins(plain_cleared_gradients, triton_cleared_gradients))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("stops", [0, 1])
+def test_a_cleared_copy_is_what_clearing_leaves(
+    cleared: Callable[[Watch, Tensor], Tensor], dtype: Any, strided: bool, stops: int
+) -> None:
+    gradients = torch.rand(33, 301, device=DEVICE).to(dtype)
+    gradients = gradients.t() if strided else gradients
+    for (row, column), value in {(3, 4): torch.nan, (30, 30): -torch.inf, (0, 0): torch.inf}.items():
+        gradients[row, column] = value
+    stopped = torch.tensor([0, stops], dtype=torch.int32, device=DEVICE)
+    bad, of_plain = (torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    before, expected = gradients.clone(), gradients.contiguous().clone()
+    plain_clear_gradients(Watch(stopped, of_plain), expected)
+    found = cleared(Watch(stopped, bad), gradients)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous()
+    assert bad == of_plain == 1 - stops
+    assert found.data_ptr() != gradients.data_ptr()
+    assert torch.equal(gradients.nan_to_num(), before.nan_to_num())
+    assert cleared(Watch(stopped, bad), gradients[:0]).shape == gradients[:0].shape
 
 
 @pytest.mark.parametrize("clear", twins(plain_clear_together, triton_clear_together))
