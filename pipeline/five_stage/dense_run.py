@@ -44,9 +44,9 @@ class Made(NamedTuple):
     of_weights: list[Tensor | None]
     """Gradients of the parameters."""
     values_at: list[Mark]
-    """Points by which the gradients of the values are made."""
+    """Points by which the gradients of the values are made; empty if nobody asked."""
     weights_at: list[Mark]
-    """Points by which the gradients of the parameters are made."""
+    """Points by which the gradients of the parameters are made; empty if nobody asked."""
     end: Mark
 
 
@@ -114,12 +114,12 @@ class DenseRun:
         outputs: EmbeddingOutputs,
         lookups: Lookups,
         capturing: bool = False,
-        mark: "Callable[[], torch.cuda.Event | None]" = lambda: None,
+        mark: "Callable[[], torch.cuda.Event | None] | None" = None,
         wait: Callable[[], None] | None = None,
     ) -> Made:
         """Runs forward and backward. capturing: does not touch the parameters themselves, because their leaves belong
         to another stream; earlier batches have shown that the model does not read them. mark: records an event on the
-        current stream, once for each gradient. wait: see Lookups.call."""
+        current stream, once for each gradient; None: nobody asks when they are made. wait: see Lookups.call."""
         weights = self._stand_ins()
         asked = [not capturing and parameter.requires_grad for parameter in self._parameters]
 
@@ -129,7 +129,7 @@ class DenseRun:
         losses, output = lookups.call(call, batch, features, outputs, wait)
         values = outputs.values
         # After the forward, so that these hooks run after those that the model itself has put on its leaves.
-        marks = _Marks([*values, *weights], mark, self._device)
+        marks = _Marks([*values, *weights] if mark is not None else [], mark, self._device)
         trained = [weight for weight in weights if weight.requires_grad]
         inputs = [*values, *trained, *(p for p, ask in zip(self._parameters, asked, strict=True) if ask)]
         of_values_and_rest = torch.autograd.grad(torch.sum(losses, dim=0), inputs, allow_unused=True)
@@ -253,9 +253,9 @@ class _Marks:
     """Notes when a backward makes the gradients of leaves."""
 
     def __init__(
-        self, leaves: Sequence[Tensor], mark: "Callable[[], torch.cuda.Event | None]", device: torch.device
+        self, leaves: Sequence[Tensor], mark: "Callable[[], torch.cuda.Event | None] | None", device: torch.device
     ) -> None:
-        """mark: records an event on the current stream."""
+        """mark: records an event on the current stream; None without leaves."""
         self._mark, self._device, self._stream = mark, device, _stream(device)
         self._of: list[Mark | None] = [None] * len(leaves)
         self._turns = 0
@@ -270,7 +270,7 @@ class _Marks:
 
     def _next(self) -> Mark:
         self._turns += 1
-        return Mark(self._turns, self._mark())
+        return Mark(self._turns, None if self._mark is None else self._mark())
 
     def all(self) -> list[Mark]:
         """Returns the marks of all leaves, and of the backward's end, which also stands for leaves without one. Must be

@@ -19,7 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage import dense_run, reasons
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
@@ -107,6 +107,24 @@ def heads_alternate(ranks: Ranks) -> None:
 
 def test_graphs_of_several_forms_train_the_parameters_of_their_own(run_ranks):
     run_ranks(1, heads_alternate)
+
+
+def without_marks(ranks: Ranks) -> None:
+    signal.alarm(600)
+    dense_graph_on_cpu()
+
+    def unexpected(marks: Any, place: int, gradient: Tensor) -> None:
+        raise AssertionError("nobody asks when a gradient is made")
+
+    with patch.object(dense_run._Marks, "_note", unexpected):
+        losses, _, pipeline = train(ranks, TwoTower, DENSE, batches(ranks, 8))
+    assert pipeline._graph.captured
+    assert len(losses) == 8
+
+
+def test_graphs_of_the_dense_part_have_no_hooks_for_events(run_ranks):
+    """In batches that run eagerly, Python would run once for each gradient."""
+    run_ranks(1, without_marks)
 
 
 def heads_differ(ranks: Ranks) -> list[str]:
