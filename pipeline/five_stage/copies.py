@@ -58,7 +58,7 @@ def copies_of(output: Any) -> Any:
     """Returns the output of a graph with copies of its tensors, on the current stream: what Tensor.clone would give for
     each, but with one launch for each type.
 
-    Each copy has memory of its own, so that a tensor that the caller keeps for long, such as a loss, keeps no other.
+    Each copy has separate memory, so that a tensor that the caller keeps for long, such as a loss, keeps no other.
     """
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
 

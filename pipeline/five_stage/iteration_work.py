@@ -69,7 +69,7 @@ class IterationWork:
             self._distribute(self.memory[pair.ahead], turn)
             brought = streams.mark("input_dist")
         if updates:
-            self.update.zero_grad()  # before the lookup, which FBGEMM hands the rate of its own update
+            self.update.zero_grad()  # before the lookup, which FBGEMM hands the rate of the table update
         self.rates.mark()
         cleared = streams.mark()
         with stage("embedding_forward", self.device):

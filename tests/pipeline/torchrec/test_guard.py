@@ -118,7 +118,7 @@ def test_the_end_of_the_backward_waits_without_any_reader() -> None:
         of = Flag()
         for _ in range(3):
             (gradient,) = torch.autograd.grad(of.forward(), [of.weight])
-            of.flag.mul_(gradient[0])  # an update that waits for nothing of its own
+            of.flag.mul_(gradient[0])  # an update without a wait
             of.looks.wait()
     assert order.found == {}
     assert of.flag == 6 * 8 + 6 * 4 + 6 * 2
