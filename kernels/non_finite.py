@@ -85,6 +85,7 @@ def triton_clear_gradients(watch: Watch, gradients: Tensor) -> None:
 def cleared_gradients(watch: Watch, gradients: Tensor) -> Tensor:
     """Returns gradients, of any shape, strides and dtype, as `clear_gradients` would leave them, in new memory,
     contiguous."""
+    assert watch.stopped.dtype == torch.int32, "int32 flags"
     cleared = triton_cleared_gradients if gradients.is_cuda else plain_cleared_gradients
     return cleared(watch, gradients)
 
@@ -98,12 +99,9 @@ def plain_cleared_gradients(watch: Watch, gradients: Tensor) -> Tensor:
 
 def triton_cleared_gradients(watch: Watch, gradients: Tensor) -> Tensor:
     """Computes `cleared_gradients` in one kernel, after a copy of gradients that are not contiguous."""
-    if not gradients.is_contiguous():
-        gradients = gradients.contiguous()
-        _launch_clear(watch, gradients, gradients)
-        return gradients
-    out = torch.empty_like(gradients)
-    _launch_clear(watch, gradients, out)
+    source = gradients.contiguous()
+    out = torch.empty_like(source) if source is gradients else source
+    _launch_clear(watch, source, out)
     return out
 
 

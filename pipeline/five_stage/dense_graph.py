@@ -165,7 +165,8 @@ class DenseGraph:
         """Runs forward and backward for another graph's capture, or eagerly in the same way, with a batch in memory
         that stays. The parameters' gradients are then to be given to `keep` or `reduce`. wait: for the outputs, on the
         current stream."""
-        made = self._runs.make(batch, features, outputs.leaves(), lookups, True, streams.mark, wait)
+        leaves = outputs.leaves()
+        made = self._runs.make(batch, features, leaves, lookups, capturing=True, mark=streams.mark, wait=wait)
         self._runs.check(made)
         return made
 

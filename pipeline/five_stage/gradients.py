@@ -103,19 +103,17 @@ def _buckets(flats: Sequence[Tensor], views: Sequence[Tensor], late: int) -> lis
 
     late: index of the first late parameter."""
     buckets: list[Bucket] = []
-    ends = {flat.dtype: flat.numel() for flat in flats}
-    of_late: list[Bucket] = []
-    for first, last, found in ((late, len(views), of_late), (0, late, buckets)):
+    for first, last in ((0, late), (late, len(views))):
         for flat in flats:
-            of_dtype = [i for i in range(first, last) if views[i].dtype == flat.dtype]
-            members: list[int] = []
-            for i in reversed(of_dtype):
+            starts = [(i, int(view.storage_offset())) for i, view in enumerate(views) if view.dtype == flat.dtype]
+            end, members = next((start for i, start in starts if i >= last), flat.numel()), list[int]()
+            of_these = [(i, start) for i, start in starts if first <= i < last]
+            for i, start in reversed(of_these):
                 members.append(i)
-                start = int(views[i].storage_offset())
-                if i == of_dtype[0] or (ends[flat.dtype] - start) * flat.element_size() >= _BUCKET:
-                    found.append(Bucket(flat[start : ends[flat.dtype]], members))
-                    ends[flat.dtype], members = start, []
-    return buckets + of_late
+                if i == of_these[0][0] or (end - start) * flat.element_size() >= _BUCKET:
+                    buckets.append(Bucket(flat[start:end], members))
+                    end, members = start, []
+    return buckets
 
 
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:

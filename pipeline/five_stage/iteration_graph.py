@@ -94,19 +94,19 @@ class IterationGraph:
         self._forms: BatchForms | None = None
         self.memory = IterationMemory(device)
         self._work = IterationWork(
-            dense,
-            processors,
-            replicated,
-            input_dists,
-            lookups,
-            streams,
-            device,
-            self._peers,
-            self._kernels,
-            self._update,
-            self._rates,
-            self._overflows,
-            self.memory,
+            dense=dense,
+            processors=processors,
+            replicated=replicated,
+            input_dists=input_dists,
+            lookups=lookups,
+            streams=streams,
+            device=device,
+            peers=self._peers,
+            kernels=self._kernels,
+            update=self._update,
+            rates=self._rates,
+            overflows=self._overflows,
+            memory=self.memory,
         )
         self._pairs = Pairs()
         self._pool: Any = None

@@ -108,6 +108,21 @@ def train(ranks: Ranks, config: RunConfig, bad: str) -> Trained:
     return Trained(losses, changed, learned, told, spoilt, dense_changed)
 
 
+def config_of(steps: int, pipeline: str, **options: Any) -> RunConfig:
+    """The configuration of `steps` iterations, each on another batch."""
+    return run_config(
+        pipeline,
+        preset="test",
+        model=SMALL_MODEL,
+        data=DataConfig(source="random", random_batches=steps),
+        precision="fp32",
+        local_batch_size=24,
+        iterations=steps,
+        warmup_iterations=0,
+        **options,
+    )
+
+
 def train_all(ranks: Ranks, bad: str) -> dict[str, Trained]:
     trained = {}
     for name, (kind, options) in PIPELINES.items():
@@ -115,18 +130,7 @@ def train_all(ranks: Ranks, bad: str) -> dict[str, Trained]:
             options = options | ON_GPU[kind]
         elif name == CAPTURED:
             dense_graph_on_cpu()
-        config = run_config(
-            kind,
-            preset="test",
-            model=SMALL_MODEL,
-            data=DataConfig(source="random", random_batches=STEPS),
-            precision="fp32",
-            local_batch_size=24,
-            iterations=STEPS,
-            warmup_iterations=0,
-            **options,
-        )
-        trained[name] = train(ranks, config, bad)
+        trained[name] = train(ranks, config_of(STEPS, kind, **options), bad)
     return trained
 
 

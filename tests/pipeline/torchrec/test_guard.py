@@ -12,20 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import dlrm_bench.pipeline.five_stage.pipeline
-from dlrm_bench.bench.config import RunConfig
-from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.five_stage.cuda_graph import record
 from dlrm_bench.pipeline.torchrec import guard
 from dlrm_bench.pipeline.torchrec.guard import BesideBackward
-from tests.cases import GPU_PLACES, SMALL_MODEL
+from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import Checked, iteration_graph_on_cpu
 from tests.pipeline.five_stage.logical_streams import LogicalStreams, Order
 from tests.pipeline.small_runs import batches_of
-from tests.pipeline.test_non_finite import BAD, Trained, train
-from tests.pipelines import run_config
+from tests.pipeline.test_non_finite import BAD, Trained, config_of, train
 
 CPU = torch.device("cpu")
 STEPS = 10
@@ -37,20 +34,6 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "iteration": {"pipeline": "five-stage", "trim_input_dist": True, "pinned_d2h": True, "cuda_graph": "iteration"},
 }
 DENSE = {"pipeline": "five-stage", "pinned_d2h": True, "cuda_graph": "dense"}
-
-
-def config_of(options: dict[str, Any]) -> RunConfig:
-    return run_config(
-        preset="test",
-        model=SMALL_MODEL,
-        data=DataConfig(source="random", random_batches=STEPS),
-        precision="fp32",
-        local_batch_size=24,
-        iterations=STEPS,
-        warmup_iterations=0,
-        row_wise=False,
-        **options,
-    )
 
 
 # Streams of a GPU, on the CPU
@@ -250,7 +233,7 @@ def launched(ranks: Ranks, name: str, gates_wait: bool) -> tuple[dict[str, int],
     if whole:
         iteration_graph_on_cpu()
     order, replay = Order(), Checked.replay
-    config = config_of(PIPELINES[name])
+    config = config_of(STEPS, row_wise=False, **PIPELINES[name])
 
     def in_graph(graph: Checked) -> None:
         with order.replay():
@@ -314,7 +297,7 @@ def train_late(ranks: Ranks, waits: bool) -> dict[str, Trained]:
             patches.enter_context(patch.object(LossGuard, "look", late(LossGuard.look)))
             if not waits:
                 patches.enter_context(patch.object(BesideBackward, "wait", lambda looks: None))
-            trained[name] = train(ranks, config_of(options), "loss")
+            trained[name] = train(ranks, config_of(STEPS, row_wise=False, **options), "loss")
     return trained
 
 
