@@ -24,10 +24,12 @@ def record(
     pool: Any = None,
     stream: "torch.cuda.Stream | None" = None,
     keep: bool = False,
+    change: Callable[[torch.cuda.CUDAGraph], None] | None = None,
 ) -> torch.cuda.CUDAGraph:
     """Returns the graph of the launches of `work` on `stream`, under `watch`; runs nothing on the GPU. keep: keeps the
-    nodes, so that they can be changed. Raises torch's error if the capture fails; the device, the current stream and
-    the random numbers are then as before. Threads capture one after another."""
+    nodes, so that they can be changed; the instantiated ones later, and with `change` before. Raises torch's error if
+    the capture fails; the device, the current stream and the random numbers are then as before. Threads capture one
+    after another."""
     graph, pool, device = (
         torch.cuda.CUDAGraph(keep_graph=keep),
         pool or torch.cuda.graph_pool_handle(),
@@ -50,6 +52,8 @@ def record(
                 generator.graphsafe_set_state(before)
             raise
     if keep:
+        if change is not None:
+            change(graph)
         graph.instantiate()
     return graph
 

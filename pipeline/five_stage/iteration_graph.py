@@ -36,6 +36,7 @@ from .captured_update import CapturedUpdate
 from .copies import copies_of
 from .cuda_graph import destroy, record
 from .dense_graph import DenseGraph
+from .early_sorts import EarlySorts
 from .embedding_outputs import Lookups
 from .feature_processors import FeatureProcessors
 from .groups import of_all_ranks
@@ -88,6 +89,7 @@ class IterationGraph:
         self._exchanging: Callable[[int], Any] = nullcontext if self._peers is None else self._peers.at
         self._update = CapturedUpdate(optimizer, dense.parameters)
         self._kernels = [kernel for _, kernel in lookup_kernels(lookups.called)]
+        self._sorts = EarlySorts(self._kernels, streams)
         self._rates = TableRates(self._kernels)
         self._overflows = Overflows(lookups.called, TURNS, device)
         self._capacities: dict[str, dict[str, int]] = {}
@@ -103,6 +105,7 @@ class IterationGraph:
             device=device,
             peers=self._peers,
             kernels=self._kernels,
+            sorts=self._sorts,
             update=self._update,
             rates=self._rates,
             overflows=self._overflows,
@@ -135,7 +138,10 @@ class IterationGraph:
         """Returns what the graph holds, how often it was captured and replayed, and what ran without it."""
         stages = [*STAGES, *(UPDATE if self.updates else ())] if self.replays else []
         counts = {"iterations": self._iterations, "replays": self.replays, "captures": self.captures}
-        more: dict[str, Any] = {"follows_table_rates": self._rates.followed}
+        more: dict[str, Any] = {
+            "follows_table_rates": self._rates.followed,
+            "sorts_before_gradients": self._sorts.count,
+        }
         if self._forms is not None and self._forms.several:
             more |= {"forms": len(self.memory), "rehearsals": self._pairs.rehearsals}
         nbytes = self.memory.nbytes()
@@ -350,7 +356,8 @@ class IterationGraph:
         with self.memory.capturing(self.memory.size(pair)):
             for turn in range(TURNS):
                 work = partial(self._launch, outputs, turn, pair)
-                graphs.append(record(work, pool=self._pool, stream=on, keep=keep))
+                change = self._sorts.change if keep else None
+                graphs.append(record(work, pool=self._pool, stream=on, keep=keep, change=change))
 
     def _launch(self, outputs: list[Any], turn: int, pair: Pair) -> None:
         with self._exchanging(turn):

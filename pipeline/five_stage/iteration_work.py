@@ -9,7 +9,7 @@ dense_update                                  bucket        bucket ... dense upd
 
 The dense part runs beside the lookup until it asks for its outputs. From its backward on, the rest begins as soon as
 what it needs is made: the tables' update with the gradients of the looked-up vectors, and the mean over the ranks with
-the gradients of a bucket of parameters.
+the gradients of a bucket of parameters. The update's sort of the ids begins after the exchange: see early_sorts.py.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from .captured import of_graph
 from .captured_update import CapturedUpdate
 from .dense_graph import DenseGraph
 from .dense_run import Made, last_of
+from .early_sorts import EarlySorts
 from .embedding_outputs import EmbeddingOutputs, Lookups, embedding_backward
 from .feature_processors import FeatureProcessors
 from .input_dist import InputDist
@@ -55,6 +56,7 @@ class IterationWork:
     peers: Peers | None
     kernels: Sequence[Any]
     """FBGEMM's lookups of the called modules."""
+    sorts: EarlySorts
     update: CapturedUpdate
     rates: TableRates
     overflows: Overflows
@@ -73,10 +75,11 @@ class IterationWork:
         self.rates.mark()
         cleared = streams.mark()
         with stage("embedding_forward", self.device):
-            with self.replicated.looked_up(), leaves_of_now(self.kernels):
+            with self.replicated.looked_up(), leaves_of_now(self.kernels), self.sorts.on_streams():
                 awaited = self.processors.look_up(lookups.called, slot.contexts, slot.features)
             outputs = EmbeddingOutputs(lookups.names, [output.wait() for output in awaited])
             looked_up = streams.mark()
+            self.sorts.looked_up()
         with stage("dense_forward_backward", self.device), streams.on("dense", after=cleared):
             wait = partial(streams.wait, looked_up)
             made = self.dense.launch(slot.batch, slot.stand_ins, lookups, outputs, streams, wait)
@@ -86,6 +89,7 @@ class IterationWork:
         with stage("embedding_backward", self.device):
             streams.wait(last_of([made.values_at[i] for i, grad in enumerate(made.of_values) if grad is not None]))
             embedding_backward(outputs, made.of_values)
+            self.sorts.updated()
             of_modules = [*self.processors.gradients(), *self.replicated.gradients()]
             if of_modules and not updates:
                 self.dense.keep_of_processors(of_modules)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+LOOKUPS = tuple(f"lookup_{i}" for i in range(4))
+"""Names of the side streams of FBGEMM's lookups, one for each of the first ones; see early_sorts.py."""
+
 
 class StageStreams:
     """Side streams in addition to the caller's current stream."""
@@ -58,6 +61,7 @@ def _side_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
     turn, and after these a new one would be shared with some communicator (see groups.own_group)."""
     # Small kernels that the next iteration waits for precede the large ones with which this iteration fills the GPU.
     priorities = {"copy": -1, "input_dist": -1, "fetch": 0, "dense": 0, "dense_update": 0, "iteration": 0}
+    priorities |= dict.fromkeys(LOOKUPS, 0)
     return {name: torch.cuda.Stream(device, priority=priority) for name, priority in priorities.items()}
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_bench.pipeline.five_stage import node_parameters
-from dlrm_bench.pipeline.five_stage.node_parameters import MarkedArguments, _Params, int_marks, marks
+from dlrm_bench.pipeline.five_stage import graph_nodes, node_parameters
+from dlrm_bench.pipeline.five_stage.graph_nodes import KernelParams
+from dlrm_bench.pipeline.five_stage.node_parameters import MarkedArguments, int_marks, marks
 
 
 class Driver:
@@ -35,10 +36,11 @@ class Driver:
 
 
 def arguments(driver: Driver, monkeypatch: pytest.MonkeyPatch, of: list[Any]) -> MarkedArguments:
-    nodes = [ctypes.c_void_p(i + 1) for i in range(len(driver.kernels))]
-    monkeypatch.setattr(node_parameters, "_call", driver.call)
-    monkeypatch.setattr(node_parameters, "_kernel_nodes", lambda raw: nodes)
-    monkeypatch.setattr(node_parameters, "_argument_sizes", lambda params: driver.sizes[params.func - 1])
+    nodes = [i + 1 for i in range(len(driver.kernels))]
+    for module in (graph_nodes, node_parameters):
+        monkeypatch.setattr(module, "call", driver.call)
+    monkeypatch.setattr(node_parameters, "kernel_nodes", lambda graph: nodes)
+    monkeypatch.setattr(node_parameters, "sizes_of_arguments", lambda params: driver.sizes[params.func - 1])
     graph: Any = SimpleNamespace(raw_cuda_graph=lambda: 0, raw_cuda_graph_exec=lambda: 0)
     return MarkedArguments(graph, of)
 
@@ -79,5 +81,5 @@ def test_marks_are_exact_and_distinct() -> None:
 
 def test_the_drivers_structure() -> None:
     """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h, on a machine of 64 bits."""
-    assert ctypes.sizeof(_Params) == 72
-    assert (_Params.arguments.offset, _Params.kern.offset) == (40, 56)
+    assert ctypes.sizeof(KernelParams) == 72
+    assert (KernelParams.arguments.offset, KernelParams.kern.offset) == (40, 56)
