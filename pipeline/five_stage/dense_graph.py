@@ -26,7 +26,7 @@ from .gradients import FlatGradients
 from .graph_memory import GraphMemory, input_bytes
 from .graph_obstacles import LateHooks, marked_hooks
 from .graph_pool import WARM_UP, GraphPool, Plan
-from .groups import group_timeout, lend_group
+from .groups import group_timeout, lend_group, of_all_ranks
 from .padding import why_padding_matters
 from .streams import StageStreams
 
@@ -86,7 +86,7 @@ class DenseGraph:
         self._runs.uses_stay |= not own_graphs
         self._pool = GraphPool()
         self.memory = GraphMemory(device)
-        self._batches = 0
+        self._batches, self._in_order = 0, False
         self._form: Form | None = None
         self._why: dict[str, int] = {}
         self._other_form: str | None = None
@@ -184,13 +184,24 @@ class DenseGraph:
     ) -> None:
         """Stores all gradients and computes their mean over the ranks, on the current stream: those that the backward
         made first before it has made the others. after: event after which those of the processors are made. All
-        gradients must live until this stream's work is awaited. Collective."""
+        gradients must live until this stream's work is awaited. The first call must not be in a capture. Collective."""
+        if not self._in_order:
+            self._order(made)
         grads = [*made.of_weights, *of_processors]
         at = [*made.weights_at, *(Mark(made.end.turn + 1, after) for _ in of_processors)]
         for bucket in self.gradients.buckets:
             streams.wait(last_of(at[i] for i in bucket.members))
             self.gradients.keep([grads[i] for i in bucket.members], bucket.members)
             self.gradients.mean(peers, bucket)
+
+    def _order(self, made: Made) -> None:
+        """Divides the gradients into buckets in the order in which this backward has made them, if it is that of all
+        ranks. Collective."""
+        turns = [mark.turn for mark in made.weights_at]
+        order = sorted(range(len(turns)), key=lambda i: (turns[i], -i))
+        if all(other == order for other in of_all_ranks(order, self.group)):
+            self.gradients.order(order)
+        self._in_order = True
 
     def capture_alone(self) -> None:
         """Begins to capture the dense part in graphs of its own, where an iteration's graph was to hold it."""

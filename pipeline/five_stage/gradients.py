@@ -1,11 +1,13 @@
 """The gradients of the dense part in flat buffers, and their mean over the ranks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 if TYPE_CHECKING:
     from .peers.exchanges import Peers
@@ -17,12 +19,12 @@ _BUCKET = 2**24
 
 
 class Bucket(NamedTuple):
-    """Gradients that are reduced together."""
+    """Gradients of one dtype that are reduced together."""
 
-    flat: Tensor
-    """Their part of a flat buffer."""
+    flats: list[Tensor]
+    """Their parts of a flat buffer, as few as possible."""
     members: list[int]
-    """Indices of their parameters."""
+    """Indices of their parameters, in the order in which the gradients are made."""
 
 
 class FlatGradients:
@@ -34,11 +36,43 @@ class FlatGradients:
         """late: number of last parameters whose gradients are made after those of all others."""
         self.parameters, self._device, self._group = list(parameters), device, group
         self.flat, self.views = flat_gradients(self.parameters)
-        self.buckets = _buckets(self.flat, self.views, len(self.parameters) - late)
-        """All gradients: those of the last parameters first, as a backward makes them, and the late ones last."""
+        self._late = len(self.parameters) - late
+        self.buckets: list[Bucket] = []
+        """All gradients, those that are made first in the first ones; see `order`."""
+        self.order(range(self._late - 1, -1, -1))
         self.used = [False] * len(self.parameters)
         """Whether the batch gave each parameter a gradient."""
         self._accumulated: list[Tensor | None] | None = None
+
+    def order(self, made: Sequence[int]) -> None:
+        """Divides the gradients into buckets. made: indices of all parameters but the late ones, in the order in which
+        a backward makes their gradients; at first the reverse of the parameters' order."""
+        late = range(len(self.parameters) - 1, self._late - 1, -1)
+        self.buckets = [bucket for of in (made, late) for flat in self.flat for bucket in self._buckets(flat, of)]
+
+    def _buckets(self, flat: Tensor, made: Sequence[int]) -> list[Bucket]:
+        """Returns the buckets of a flat buffer, of at least _BUCKET bytes each, except for the last one."""
+        buckets, members, nbytes = list[Bucket](), list[int](), 0
+        within = [i for i in made if self.views[i].dtype == flat.dtype]
+        for i in within:
+            members.append(i)
+            nbytes += self.views[i].nbytes
+            if nbytes >= _BUCKET or i == within[-1]:
+                buckets.append(Bucket(self._parts(flat, members), members))
+                members, nbytes = [], 0
+        return buckets
+
+    def _parts(self, flat: Tensor, members: Sequence[int]) -> list[Tensor]:
+        """Returns the parts of a flat buffer that contain these views, and nothing of others."""
+        parts: list[list[int]] = []
+        unit = _ALIGNMENT // flat.element_size()
+        for start, count in sorted((int(self.views[i].storage_offset()), self.views[i].numel()) for i in members):
+            end = start + -(-count // unit) * unit
+            if parts and parts[-1][1] == start:
+                parts[-1][1] = end
+            else:
+                parts.append([start, end])
+        return [flat[start:end] for start, end in parts if start < end]
 
     def zero(self, zero_grad: Callable[[], None]) -> None:
         """Calls the optimizer's zero_grad. Gradients that it keeps, to accumulate over several batches, are set aside,
@@ -84,36 +118,22 @@ class FlatGradients:
     def mean(self, peers: "Peers | None" = None, bucket: Bucket | None = None) -> None:
         """Computes DDP's average, of one bucket or of all gradients: divides, then sums. NCCL does both in one pass.
         peers: do so in place of NCCL, as far as they can. Collective."""
-        flats = self.flat if bucket is None else [bucket.flat]
+        flats = self.flat if bucket is None else bucket.flats
         left = flats if peers is None else peers.mean(flats)
-        for flat in left if self._group.size() > 1 else ():
-            if self._device.type == "cuda":
-                dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
-            else:
+        if not left or self._group.size() == 1:
+            return
+        if self._device.type == "cuda":
+            with _coalescing_manager(self._group) if len(left) > 1 else nullcontext():  # in one launch
+                for flat in left:
+                    dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
+        else:
+            for flat in left:
                 dist.all_reduce(flat.div_(self._group.size()), group=self._group)
 
     def publish(self) -> None:
         """Makes the views the parameters' gradients."""
         for parameter, view, used in zip(self.parameters, self.views, self.used, strict=True):
             parameter.grad = view if used else None
-
-
-def _buckets(flats: Sequence[Tensor], views: Sequence[Tensor], late: int) -> list[Bucket]:
-    """Returns the buckets of flat buffers, which have at least _BUCKET bytes, except for the last one of a dtype.
-
-    late: index of the first late parameter."""
-    buckets: list[Bucket] = []
-    for first, last in ((0, late), (late, len(views))):
-        for flat in flats:
-            starts = [(i, int(view.storage_offset())) for i, view in enumerate(views) if view.dtype == flat.dtype]
-            end, members = next((start for i, start in starts if i >= last), flat.numel()), list[int]()
-            of_these = [(i, start) for i, start in starts if first <= i < last]
-            for i, start in reversed(of_these):
-                members.append(i)
-                if i == of_these[0][0] or (end - start) * flat.element_size() >= _BUCKET:
-                    buckets.append(Bucket(flat[start:end], members))
-                    end, members = start, []
-    return buckets
 
 
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,0 +1,62 @@
+"""In a graph of iterations gradients are reduced in the order in which the backward makes them."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import dlrm_bench.pipeline.five_stage.gradients
+from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage.dense_graph import DenseGraph
+from dlrm_bench.pipeline.five_stage.dense_run import Made, Mark
+from tests.pipeline.five_stage.test_iteration_graph import BITS, assert_equal, prepare, stock, whole
+from tests.pipeline.five_stage.torchrec_models import batches
+
+
+def order_of(ranks: Ranks, made_by_rank_1: Callable[[Made], Made]) -> list[str]:
+    """Names of the dense parameters in the order of their buckets, after a training like stock's to the bit.
+    made_by_rank_1: what rank 1 takes for the order of its backward."""
+    prepare(ranks)
+    names: list[str] = []
+    order = DenseGraph._order
+
+    def noted(graph: Any, made: Made) -> None:
+        order(graph, made_by_rank_1(made) if ranks.rank == 1 else made)
+        names.extend(graph._runs._names[i] for bucket in graph.gradients.buckets for i in bucket.members)
+
+    data = batches(ranks, 12, fixed=True)
+    with (
+        patch.object(DenseGraph, "_order", noted),
+        patch.object(dlrm_bench.pipeline.five_stage.gradients, "_BUCKET", 256),
+    ):
+        run = whole(ranks, data)
+    assert run.described["replays"] > 5
+    assert_equal(run.trained, stock(ranks, data), BITS)
+    return names
+
+
+def same(made: Made) -> Made:
+    return made
+
+
+def backwards(made: Made) -> Made:
+    return made._replace(weights_at=[Mark(-mark.turn, mark.event) for mark in made.weights_at])
+
+
+def test_layers_of_a_cross_network_take_turns(run_ranks: Callable[..., Any]) -> None:
+    """Although the network has registered all W before all V."""
+    for names in run_ranks(2, order_of, same):
+        crosses = [name for name in names if "_kernels" in name]
+        layers = [name.rpartition(".")[2] for name in crosses]
+        assert layers == sorted(layers, reverse=True)
+        assert len(set(layers)) > 1
+        over = [place for place, name in enumerate(names) if "over_arch" in name]
+        dense = [place for place, name in enumerate(names) if "dense_arch" in name]
+        assert max(over) < names.index(crosses[0])
+        assert min(dense) > names.index(crosses[-1])
+
+
+def test_ranks_that_differ_keep_the_order_of_the_parameters(run_ranks: Callable[..., Any]) -> None:
+    """All of them: NCCL reduces buckets in the order of their calls."""
+    for names in run_ranks(2, order_of, backwards):
+        kernels = [name.split("_kernels")[0][-1] for name in names if "_kernels" in name]
+        assert kernels == sorted(kernels)  # V before W: those of the last registered parameters first
