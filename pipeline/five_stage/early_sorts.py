@@ -29,6 +29,9 @@ _OF_IDS = re.compile(
     "^memset$|FillFunctor|linearize_index|DeviceRadixSort|DeviceCompactInit|DeviceReduceByKey|DeviceScan|find_long_segments"
 )
 """Work of FBGEMM's table update that does not read gradients. Anything else may."""
+_COPY = re.compile("direct_copy")
+"""The copy that FBGEMM makes of gradients that are not contiguous. Its memory is in use until the update's end, so that
+the sort's is other memory."""
 
 
 class EarlySorts:
@@ -92,14 +95,17 @@ class EarlySorts:
         if len(looked_up) != 1 or len(updated) != 1:
             return False
         chain, awaited = _chain(updated[0])
-        gradients = set(awaited) - set(looked_up)
-        reading = next((node for node in chain if not _OF_IDS.search(graph_nodes.work_of(node))), None)
-        if len(gradients) + 1 != len(awaited) or not gradients or reading in (None, chain[0]) or not self._begins:
+        works = [graph_nodes.work_of(node) for node in chain]
+        copies = next((i for i, work in enumerate(works) if not _COPY.search(work)), 0)
+        reads = next((i for i, work in enumerate(works) if i >= copies and not _OF_IDS.search(work)), copies)
+        begins = {*self._begins, *looked_up}
+        gradients = set(awaited) - begins if copies == 0 else {chain[copies - 1]}
+        if not (self._begins and gradients and set(looked_up) < set(awaited) and reads > copies):
             return False
-        assert reading is not None
-        graph_nodes.depend(graph, reading, gradients)
-        graph_nodes.depend(graph, chain[0], set(self._begins) - set(awaited))
-        graph_nodes.depend_no_longer(graph, chain[0], gradients)
+        sort = chain[copies]
+        graph_nodes.depend(graph, chain[reads], gradients)
+        graph_nodes.depend(graph, sort, begins - set(graph_nodes.before(sort)))
+        graph_nodes.depend_no_longer(graph, sort, gradients)
         return True
 
 

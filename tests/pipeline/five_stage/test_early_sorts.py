@@ -22,6 +22,7 @@ SORT = "_ZN3cub6detail10radix_sort30DeviceRadixSortOnesweepKernel"
 SEGMENTS = "_ZN13embedding_ops50split_embedding_backward_codegen_find_long_segments"
 UPDATE = "_Z60split_embedding_backward_codegen_adagrad_unweighted_kernel_cta_per_row_1"
 MEAN = "_Z16grad_mean_kernel"
+COPY = "_ZN2at6native18elementwise_kernelILi128ELi2EZNS0_22gpu_kernel_impl_nocastIZZZNS0_23direct_copy_kernel_cudaE"
 
 
 class Graph:
@@ -149,6 +150,42 @@ def test_the_sort_begins_after_the_exchange_and_the_update_after_the_gradients(g
     assert graph.comes_before("after it", "end")
 
 
+def test_a_copy_of_the_gradients_does_not_hold_the_sort_up(graph: Graph) -> None:
+    sorts = capture(graph, [[COPY, LINEARIZE, SORT, UPDATE]])
+    assert sorts.count == 1
+    assert graph.comes_before("exchange of gradients", COPY)
+    assert graph.comes_before(COPY, UPDATE)
+    assert graph.comes_before(SORT, UPDATE)
+    assert graph.comes_before("exchange", LINEARIZE)
+    assert graph.comes_before("lookup of table 0", LINEARIZE)
+    assert not graph.comes_before(COPY, SORT)
+    assert not graph.comes_before("dense forward", SORT)
+
+
+def test_one_rank_exchanges_nothing(graph: Graph) -> None:
+    """The backward of the outputs then launches nothing, so that the update waits for the dense part directly."""
+    streams: Any = Streams(graph)
+    kernel = Kernel(graph, OF_LOOKUPS[0])
+    sorts = EarlySorts([kernel], streams)
+    graph.launch(MAIN, "clear")
+    with sorts.on_streams():
+        kernel("a table")
+    graph.launch(MAIN, "lookup of replicated tables")
+    sorts.looked_up()
+    graph.wait(DENSE, MAIN)
+    graph.launch(DENSE, "dense")
+    graph.wait(MAIN, DENSE)
+    graph.wait(OF_LOOKUPS[0], MAIN)
+    graph.launch(OF_LOOKUPS[0], LINEARIZE, SORT, UPDATE)
+    sorts.updated()
+    raw: Any = SimpleNamespace(raw_cuda_graph=lambda: 0)
+    sorts.change(raw)
+    assert sorts.count == 1
+    assert graph.comes_before("dense", UPDATE)
+    assert graph.comes_before("lookup of replicated tables", LINEARIZE)
+    assert not graph.comes_before("dense", SORT)
+
+
 def test_each_kernel_has_a_sort(graph: Graph) -> None:
     sorts = capture(graph, [[LINEARIZE, SORT, UPDATE], [f"{LINEARIZE}2", f"{SORT}2", f"{UPDATE}2"]])
     assert sorts.count == 2
@@ -160,8 +197,8 @@ def test_each_kernel_has_a_sort(graph: Graph) -> None:
 
 @pytest.mark.parametrize(
     "update",
-    [[MEAN, LINEARIZE, SORT, UPDATE], [UPDATE], [LINEARIZE, SORT], []],
-    ids=["reads gradients first", "does not sort", "does not read gradients", "has no update"],
+    [[MEAN, LINEARIZE, SORT, UPDATE], [UPDATE], [LINEARIZE, SORT], [COPY, UPDATE], [COPY], []],
+    ids=["reads gradients first", "does not sort", "does not read gradients", "copies them", "only copies", "has none"],
 )
 def test_others_stay_after_the_gradients(graph: Graph, update: list[str]) -> None:
     sorts = capture(graph, [update])
