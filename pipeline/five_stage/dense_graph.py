@@ -26,7 +26,7 @@ from .gradients import FlatGradients
 from .graph_memory import GraphMemory, input_bytes
 from .graph_obstacles import LateHooks, marked_hooks
 from .graph_pool import WARM_UP, GraphPool, Plan
-from .groups import group_timeout, lend_group, of_all_ranks
+from .groups import group_timeout, lend_group
 from .padding import why_padding_matters
 from .streams import StageStreams
 
@@ -86,7 +86,7 @@ class DenseGraph:
         self._runs.uses_stay |= not own_graphs
         self._pool = GraphPool()
         self.memory = GraphMemory(device)
-        self._batches, self._in_order = 0, False
+        self._batches = 0
         self._form: Form | None = None
         self._why: dict[str, int] = {}
         self._other_form: str | None = None
@@ -96,9 +96,8 @@ class DenseGraph:
         self.eager_batches = 0
         """Batches that ran eagerly although graphs have run others, or could have."""
         self._reduce: torch.cuda.CUDAGraph | None = None
+        self._reduces_in_graph = captures(device) and len(ranks) > 1
         self.gradients.mean()  # initializes the communicator, which a capture cannot do
-        if captures(device) and len(ranks) > 1:
-            self._reduce = record(self.gradients.mean)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -184,24 +183,13 @@ class DenseGraph:
     ) -> None:
         """Stores all gradients and computes their mean over the ranks, on the current stream: those that the backward
         made first before it has made the others. after: event after which those of the processors are made. All
-        gradients must live until this stream's work is awaited. The first call must not be in a capture. Collective."""
-        if not self._in_order:
-            self._order(made)
+        gradients must live until this stream's work is awaited. Collective."""
         grads = [*made.of_weights, *of_processors]
         at = [*made.weights_at, *(Mark(made.end.turn + 1, after) for _ in of_processors)]
         for bucket in self.gradients.buckets:
             streams.wait(last_of(at[i] for i in bucket.members))
             self.gradients.keep([grads[i] for i in bucket.members], bucket.members)
             self.gradients.mean(peers, bucket)
-
-    def _order(self, made: Made) -> None:
-        """Divides the gradients into buckets in the order in which this backward has made them, if it is that of all
-        ranks. Collective."""
-        turns = [mark.turn for mark in made.weights_at]
-        order = sorted(range(len(turns)), key=lambda i: (turns[i], -i))
-        if all(other == order for other in of_all_ranks(order, self.group)):
-            self.gradients.order(order)
-        self._in_order = True
 
     def capture_alone(self) -> None:
         """Begins to capture the dense part in graphs of its own, where an iteration's graph was to hold it."""
@@ -225,6 +213,8 @@ class DenseGraph:
         """Computes the mean of the gradients over all ranks, on the current stream, as the parameters' `.grad`.
         Collective."""
         self.gradients.accumulate()
+        if self._reduce is None and self._reduces_in_graph:
+            self._reduce = record(self.gradients.mean)  # of memory that stays from the first batch on
         if self._reduce is not None:
             self._reduce.replay()
         else:
@@ -235,7 +225,7 @@ class DenseGraph:
         """Destroys the graphs: NCCL does not release a communicator while a graph that captured it exists."""
         self._drop_graphs()
         destroy([] if self._reduce is None else [self._reduce])
-        self._reduce = None
+        self._reduce, self._reduces_in_graph = None, False
 
     # The choice of a graph
 

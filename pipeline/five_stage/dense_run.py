@@ -15,6 +15,7 @@ from . import reasons
 from .batch_fields import copy_of, snapshot
 from .embedding_outputs import EmbeddingOutputs, Lookups
 from .gradients import FlatGradients
+from .groups import of_all_ranks
 from .own_collectives import OwnCollectives
 
 _FINE, _COLLECTIVES, _FAILED = 0, 1, 2
@@ -152,10 +153,12 @@ class DenseRun:
         put_back = snapshot(self._model, self._sharded, self._device)
         again = copy_of(batch, {id(kjt): kjt for kjt in features})  # a forward may change the batch in place
         watch = OwnCollectives(self._model) if self._group.size() > 1 else None
-        result, own = None, None
+        result, made, own = None, None, None
         try:
             with watch or nullcontext():
-                result = self.run(batch, features, outputs.leaves(), lookups)
+                made = self.make(batch, features, outputs.leaves(), lookups, mark=lambda: None)
+                self._keep(made.of_weights)
+                result = made.output, made.of_values
         except Exception as error:
             own = error
         exchanges = watch is not None and watch.seen
@@ -170,10 +173,19 @@ class DenseRun:
                 if own is None
                 else f"{type(own).__name__}: {own}"
             )
-            result = own = None  # frees the activations that they hold
+            result = own = made = None  # frees the activations that they hold
             result = self._backward(again, features, outputs.leaves(), lookups)
         self._agree_on_uses()
+        self._agree_on_order(made)
         return result
+
+    def _agree_on_order(self, made: Made | None) -> None:
+        """Lays the gradients out in the order in which the first backward has made them, if it is the same on all
+        ranks. Collective."""
+        turns = [] if made is None else [mark.turn for mark in made.weights_at]
+        order = sorted(range(len(turns)), key=lambda i: (turns[i], -i))
+        if order and all(other == order for other in of_all_ranks(order, self._group)):
+            self._gradients.order(order)
 
     def _most(self, own: int, error: Exception | None) -> int:
         """Returns the largest of all ranks' numbers. Collective; where a broken device cannot even answer, `error` is

@@ -1,13 +1,11 @@
 """The gradients of the dense part in flat buffers, and their mean over the ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 if TYPE_CHECKING:
     from .peers.exchanges import Peers
@@ -19,10 +17,10 @@ _BUCKET = 2**24
 
 
 class Bucket(NamedTuple):
-    """Gradients of one dtype that are reduced together."""
+    """Gradients that are reduced together."""
 
-    flats: list[Tensor]
-    """Their parts of a flat buffer, as few as possible."""
+    flat: Tensor
+    """Their part of a flat buffer."""
     members: list[int]
     """Indices of their parameters, in the order in which the gradients are made."""
 
@@ -35,44 +33,45 @@ class FlatGradients:
     ) -> None:
         """late: number of last parameters whose gradients are made after those of all others."""
         self.parameters, self._device, self._group = list(parameters), device, group
-        self.flat, self.views = flat_gradients(self.parameters)
-        self._late = len(self.parameters) - late
-        self.buckets: list[Bucket] = []
-        """All gradients, those that are made first in the first ones; see `order`."""
-        self.order(range(self._late - 1, -1, -1))
+        self._late = range(len(self.parameters) - 1, len(self.parameters) - late - 1, -1)
+        self._lay_out(range(len(self.parameters) - late - 1, -1, -1))
         self.used = [False] * len(self.parameters)
         """Whether the batch gave each parameter a gradient."""
         self._accumulated: list[Tensor | None] | None = None
 
     def order(self, made: Sequence[int]) -> None:
-        """Divides the gradients into buckets. made: indices of all parameters but the late ones, in the order in which
-        a backward makes their gradients; at first the reverse of the parameters' order."""
-        late = range(len(self.parameters) - 1, self._late - 1, -1)
-        self.buckets = [bucket for of in (made, late) for flat in self.flat for bucket in self._buckets(flat, of)]
+        """Moves the gradients to other memory, in the order in which a backward makes them. made: indices of all
+        parameters but the late ones, which at first are in reverse order; equal on all ranks. To be called before
+        anything relies on the gradients' addresses."""
+        before = self.views
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # other streams may still use the memory that becomes free
+        self._lay_out(made)
+        if before:
+            torch._foreach_copy_(self.views, before)
+
+    def _lay_out(self, made: Sequence[int]) -> None:
+        order = [*made, *self._late]
+        assert sorted(order) == list(range(len(self.parameters))), "each parameter once"
+        self.flat, views = flat_gradients([self.parameters[i] for i in order])
+        place = {of: i for i, of in enumerate(order)}
+        self.views = [views[place[i]] for i in range(len(self.parameters))]
+        self.buckets = [bucket for of in (made, self._late) for flat in self.flat for bucket in self._buckets(flat, of)]
+        """All gradients, in the order in which a backward makes them, the late ones last."""
 
     def _buckets(self, flat: Tensor, made: Sequence[int]) -> list[Bucket]:
         """Returns the buckets of a flat buffer, of at least _BUCKET bytes each, except for the last one."""
-        buckets, members, nbytes = list[Bucket](), list[int](), 0
+        buckets, members = list[Bucket](), list[int]()
         within = [i for i in made if self.views[i].dtype == flat.dtype]
+        unit = _ALIGNMENT // flat.element_size()
         for i in within:
             members.append(i)
-            nbytes += self.views[i].nbytes
-            if nbytes >= _BUCKET or i == within[-1]:
-                buckets.append(Bucket(self._parts(flat, members), members))
-                members, nbytes = [], 0
+            start = int(self.views[members[0]].storage_offset())
+            end = int(self.views[i].storage_offset()) + -(-self.views[i].numel() // unit) * unit
+            if i == within[-1] or (end - start) * flat.element_size() >= _BUCKET:
+                buckets.append(Bucket(flat[start:end], members))
+                members = []
         return buckets
-
-    def _parts(self, flat: Tensor, members: Sequence[int]) -> list[Tensor]:
-        """Returns the parts of a flat buffer that contain these views, and nothing of others."""
-        parts: list[list[int]] = []
-        unit = _ALIGNMENT // flat.element_size()
-        for start, count in sorted((int(self.views[i].storage_offset()), self.views[i].numel()) for i in members):
-            end = start + -(-count // unit) * unit
-            if parts and parts[-1][1] == start:
-                parts[-1][1] = end
-            else:
-                parts.append([start, end])
-        return [flat[start:end] for start, end in parts if start < end]
 
     def zero(self, zero_grad: Callable[[], None]) -> None:
         """Calls the optimizer's zero_grad. Gradients that it keeps, to accumulate over several batches, are set aside,
@@ -118,16 +117,12 @@ class FlatGradients:
     def mean(self, peers: "Peers | None" = None, bucket: Bucket | None = None) -> None:
         """Computes DDP's average, of one bucket or of all gradients: divides, then sums. NCCL does both in one pass.
         peers: do so in place of NCCL, as far as they can. Collective."""
-        flats = self.flat if bucket is None else bucket.flats
+        flats = self.flat if bucket is None else [bucket.flat]
         left = flats if peers is None else peers.mean(flats)
-        if not left or self._group.size() == 1:
-            return
-        if self._device.type == "cuda":
-            with _coalescing_manager(self._group) if len(left) > 1 else nullcontext():  # in one launch
-                for flat in left:
-                    dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
-        else:
-            for flat in left:
+        for flat in left if self._group.size() > 1 else ():
+            if self._device.type == "cuda":
+                dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._group)
+            else:
                 dist.all_reduce(flat.div_(self._group.size()), group=self._group)
 
     def publish(self) -> None:

@@ -6,8 +6,7 @@ from unittest.mock import patch
 
 import dlrm_bench.pipeline.five_stage.gradients
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.dense_graph import DenseGraph
-from dlrm_bench.pipeline.five_stage.dense_run import Made, Mark
+from dlrm_bench.pipeline.five_stage.dense_run import DenseRun, Made, Mark
 from tests.pipeline.five_stage.test_iteration_graph import BITS, assert_equal, prepare, stock, whole
 from tests.pipeline.five_stage.torchrec_models import batches
 
@@ -17,15 +16,15 @@ def order_of(ranks: Ranks, made_by_rank_1: Callable[[Made], Made]) -> list[str]:
     made_by_rank_1: what rank 1 takes for the order of its backward."""
     prepare(ranks)
     names: list[str] = []
-    order = DenseGraph._order
+    agree = DenseRun._agree_on_order
 
-    def noted(graph: Any, made: Made) -> None:
-        order(graph, made_by_rank_1(made) if ranks.rank == 1 else made)
-        names.extend(graph._runs._names[i] for bucket in graph.gradients.buckets for i in bucket.members)
+    def noted(run: Any, made: Made) -> None:
+        agree(run, made_by_rank_1(made) if ranks.rank == 1 else made)
+        names.extend(run._names[i] for bucket in run._gradients.buckets for i in bucket.members)
 
     data = batches(ranks, 12, fixed=True)
     with (
-        patch.object(DenseGraph, "_order", noted),
+        patch.object(DenseRun, "_agree_on_order", noted),
         patch.object(dlrm_bench.pipeline.five_stage.gradients, "_BUCKET", 256),
     ):
         run = whole(ranks, data)
