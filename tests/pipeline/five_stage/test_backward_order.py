@@ -1,4 +1,4 @@
-"""In a graph of iterations gradients are reduced in the order in which the backward makes them."""
+"""Cross-cutting: in a graph of iterations gradients are reduced in the order in which the backward makes them."""
 
 from collections.abc import Callable
 from typing import Any
