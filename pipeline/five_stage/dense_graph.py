@@ -96,8 +96,9 @@ class DenseGraph:
         self.eager_batches = 0
         """Batches that ran eagerly although graphs have run others, or could have."""
         self._reduce: torch.cuda.CUDAGraph | None = None
-        self._reduces_in_graph = captures(device) and len(ranks) > 1
         self.gradients.mean()  # initializes the communicator, which a capture cannot do
+        if captures(device) and len(ranks) > 1:
+            self._reduce = record(self.gradients.mean)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -213,8 +214,6 @@ class DenseGraph:
         """Computes the mean of the gradients over all ranks, on the current stream, as the parameters' `.grad`.
         Collective."""
         self.gradients.accumulate()
-        if self._reduce is None and self._reduces_in_graph:
-            self._reduce = record(self.gradients.mean)  # of memory that stays from the first batch on
         if self._reduce is not None:
             self._reduce.replay()
         else:
@@ -225,7 +224,7 @@ class DenseGraph:
         """Destroys the graphs: NCCL does not release a communicator while a graph that captured it exists."""
         self._drop_graphs()
         destroy([] if self._reduce is None else [self._reduce])
-        self._reduce, self._reduces_in_graph = None, False
+        self._reduce = None
 
     # The choice of a graph
 

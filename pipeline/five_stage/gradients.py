@@ -1,6 +1,7 @@
 """The gradients of the dense part in flat buffers, and their mean over the ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,28 +35,25 @@ class FlatGradients:
         """late: number of last parameters whose gradients are made after those of all others."""
         self.parameters, self._device, self._group = list(parameters), device, group
         self._late = range(len(self.parameters) - 1, len(self.parameters) - late - 1, -1)
+        self.flat, self.views = flat_gradients(self.parameters)
         self._lay_out(range(len(self.parameters) - late - 1, -1, -1))
         self.used = [False] * len(self.parameters)
         """Whether the batch gave each parameter a gradient."""
         self._accumulated: list[Tensor | None] | None = None
 
     def order(self, made: Sequence[int]) -> None:
-        """Moves the gradients to other memory, in the order in which a backward makes them. made: indices of all
+        """Moves the gradients within the buffers, to the order in which a backward makes them. made: indices of all
         parameters but the late ones, which at first are in reverse order; equal on all ranks. To be called before
-        anything relies on the gradients' addresses."""
-        before = self.views
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # other streams may still use the memory that becomes free
+        anything relies on the addresses of `views`."""
+        values = [view.clone() for view in self.views]
         self._lay_out(made)
-        if before:
-            torch._foreach_copy_(self.views, before)
+        torch._foreach_copy_(self.views, values)
 
     def _lay_out(self, made: Sequence[int]) -> None:
         order = [*made, *self._late]
         assert sorted(order) == list(range(len(self.parameters))), "each parameter once"
-        self.flat, views = flat_gradients([self.parameters[i] for i in order])
-        place = {of: i for i, of in enumerate(order)}
-        self.views = [views[place[i]] for i in range(len(self.parameters))]
+        views = _views({flat.dtype: flat for flat in self.flat}, [self.parameters[i] for i in order])
+        self.views = [view for _, view in sorted(zip(order, views, strict=True), key=itemgetter(0))]
         self.buckets = [bucket for of in (made, self._late) for flat in self.flat for bucket in self._buckets(flat, of)]
         """All gradients, in the order in which a backward makes them, the late ones last."""
 
@@ -63,11 +61,10 @@ class FlatGradients:
         """Returns the buckets of a flat buffer, of at least _BUCKET bytes each, except for the last one."""
         buckets, members = list[Bucket](), list[int]()
         within = [i for i in made if self.views[i].dtype == flat.dtype]
-        unit = _ALIGNMENT // flat.element_size()
         for i in within:
             members.append(i)
-            start = int(self.views[members[0]].storage_offset())
-            end = int(self.views[i].storage_offset()) + -(-self.views[i].numel() // unit) * unit
+            start, last = (int(self.views[of].storage_offset()) for of in (members[0], i))
+            end = last + _aligned(self.views[i])
             if i == within[-1] or (end - start) * flat.element_size() >= _BUCKET:
                 buckets.append(Bucket(flat[start:end], members))
                 members = []
@@ -134,15 +131,24 @@ class FlatGradients:
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns a flat buffer for each dtype, and every parameter's gradient as an aligned view of one of them."""
     sizes: dict[torch.dtype, int] = {}
-    starts = []
     for parameter in parameters:
-        start = sizes.get(parameter.dtype, 0)
-        unit = _ALIGNMENT // parameter.element_size()
-        starts.append(start)
-        sizes[parameter.dtype] = start + -(-parameter.numel() // unit) * unit
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + _aligned(parameter)
     device = parameters[0].device if parameters else None
     flats = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
-    views = [
-        flats[p.dtype][start : start + p.numel()].view(p.shape) for p, start in zip(parameters, starts, strict=True)
-    ]
-    return list(flats.values()), views
+    return list(flats.values()), _views(flats, parameters)
+
+
+def _views(flats: Mapping[torch.dtype, Tensor], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Returns the gradients of parameters as views of the flat buffers, one after another."""
+    views, ends = [], dict.fromkeys(flats, 0)
+    for parameter in parameters:
+        start = ends[parameter.dtype]
+        ends[parameter.dtype] += _aligned(parameter)
+        views.append(flats[parameter.dtype][start : start + parameter.numel()].view(parameter.shape))
+    return views
+
+
+def _aligned(of: Tensor) -> int:
+    """Returns the number of elements that a tensor of this size and dtype takes in a flat buffer."""
+    unit = _ALIGNMENT // of.element_size()
+    return -(-of.numel() // unit) * unit

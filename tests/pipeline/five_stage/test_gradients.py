@@ -73,8 +73,8 @@ def in_buckets(ranks: Ranks) -> list[list[int]]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_buckets_have_the_last_gradients_first_and_late_ones_last(run_ranks, world_size):
     for members in run_ranks(world_size, in_buckets):
-        # fp16 first, which are 3 and 1, as 3 is made first; the last two parameters are late, 2 alone is a bucket.
-        assert members == [[3, 1], [2], [0], [5, 4]]
+        # fp32 first, which are 0, 2, 4, 5: the last two parameters are late, 2 alone is more than a bucket.
+        assert members == [[2], [0], [3, 1], [5, 4]]
 
 
 def test_a_bucket_ends_with_the_gradient_that_fills_it(run_ranks):
