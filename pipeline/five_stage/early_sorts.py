@@ -100,7 +100,8 @@ class EarlySorts:
         reads = next((i for i, work in enumerate(works) if i >= copies and not _OF_IDS.search(work)), copies)
         begins = {*self._begins, *looked_up}
         gradients = set(awaited) - begins if copies == 0 else {chain[copies - 1]}
-        if not (self._begins and gradients and set(looked_up) < set(awaited) and reads > copies):
+        sorts = any("DeviceRadixSort" in work for work in works[copies:reads])
+        if not (sorts and self._begins and gradients and set(looked_up) < set(awaited)):
             return False
         sort = chain[copies]
         graph_nodes.depend(graph, chain[reads], gradients)

@@ -18,6 +18,7 @@ from tests.pipeline.five_stage.test_iteration_graph import CASES, assert_equal, 
 from tests.pipeline.five_stage.torchrec_models import batches
 
 LINEARIZE = "_Z22linearize_index_kernelIlib"
+FILL = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEE"
 SORT = "_ZN3cub6detail10radix_sort30DeviceRadixSortOnesweepKernel"
 SEGMENTS = "_ZN13embedding_ops50split_embedding_backward_codegen_find_long_segments"
 UPDATE = "_Z60split_embedding_backward_codegen_adagrad_unweighted_kernel_cta_per_row_1"
@@ -131,11 +132,26 @@ def capture(graph: Graph, updates: Sequence[Sequence[str]]) -> EarlySorts:
     for stream, update in zip(OF_LOOKUPS, updates, strict=False):
         graph.wait(stream, MAIN)
         graph.launch(stream, *update)
-    sorts.updated()
+    end(sorts)
     graph.launch(MAIN, "end")
+    return sorts
+
+
+def of_one_table(graph: Graph) -> EarlySorts:
+    """A capture up to the lookup."""
+    streams: Any = Streams(graph)
+    kernel = Kernel(graph, OF_LOOKUPS[0])
+    sorts = EarlySorts([kernel], streams)
+    graph.launch(MAIN, "clear")
+    with sorts.on_streams():
+        kernel("a table")
+    return sorts
+
+
+def end(sorts: EarlySorts) -> None:
+    sorts.updated()
     raw: Any = SimpleNamespace(raw_cuda_graph=lambda: 0)
     sorts.change(raw)
-    return sorts
 
 
 def test_the_sort_begins_after_the_exchange_and_the_update_after_the_gradients(graph: Graph) -> None:
@@ -164,12 +180,7 @@ def test_a_copy_of_the_gradients_does_not_hold_the_sort_up(graph: Graph) -> None
 
 def test_one_rank_exchanges_nothing(graph: Graph) -> None:
     """The backward of the outputs then launches nothing, so that the update waits for the dense part directly."""
-    streams: Any = Streams(graph)
-    kernel = Kernel(graph, OF_LOOKUPS[0])
-    sorts = EarlySorts([kernel], streams)
-    graph.launch(MAIN, "clear")
-    with sorts.on_streams():
-        kernel("a table")
+    sorts = of_one_table(graph)
     graph.launch(MAIN, "lookup of replicated tables")
     sorts.looked_up()
     graph.wait(DENSE, MAIN)
@@ -177,9 +188,7 @@ def test_one_rank_exchanges_nothing(graph: Graph) -> None:
     graph.wait(MAIN, DENSE)
     graph.wait(OF_LOOKUPS[0], MAIN)
     graph.launch(OF_LOOKUPS[0], LINEARIZE, SORT, UPDATE)
-    sorts.updated()
-    raw: Any = SimpleNamespace(raw_cuda_graph=lambda: 0)
-    sorts.change(raw)
+    end(sorts)
     assert sorts.count == 1
     assert graph.comes_before("dense", UPDATE)
     assert graph.comes_before("lookup of replicated tables", LINEARIZE)
@@ -197,8 +206,24 @@ def test_each_kernel_has_a_sort(graph: Graph) -> None:
 
 @pytest.mark.parametrize(
     "update",
-    [[MEAN, LINEARIZE, SORT, UPDATE], [UPDATE], [LINEARIZE, SORT], [COPY, UPDATE], [COPY], []],
-    ids=["reads gradients first", "does not sort", "does not read gradients", "copies them", "only copies", "has none"],
+    [
+        [MEAN, LINEARIZE, SORT, UPDATE],
+        [FILL, MEAN, LINEARIZE, SORT, UPDATE],
+        [UPDATE],
+        [LINEARIZE, SORT],
+        [COPY, UPDATE],
+        [COPY],
+        [],
+    ],
+    ids=[
+        "reads gradients first",
+        "reads gradients before the sort",
+        "does not sort",
+        "does not read gradients",
+        "only copies and reads",
+        "only copies",
+        "has no update",
+    ],
 )
 def test_others_stay_after_the_gradients(graph: Graph, update: list[str]) -> None:
     sorts = capture(graph, [update])
@@ -208,12 +233,7 @@ def test_others_stay_after_the_gradients(graph: Graph, update: list[str]) -> Non
 
 def test_work_of_the_same_stream_between_keeps_its_place(graph: Graph) -> None:
     """As of a second update: its memory may be that of the first one."""
-    streams: Any = Streams(graph)
-    kernel = Kernel(graph, OF_LOOKUPS[0])
-    sorts = EarlySorts([kernel], streams)
-    graph.launch(MAIN, "clear")
-    with sorts.on_streams():
-        kernel("a table")
+    sorts = of_one_table(graph)
     sorts.looked_up()
     graph.launch(MAIN, "exchange of gradients")
     graph.wait(OF_LOOKUPS[0], MAIN)
@@ -221,9 +241,7 @@ def test_work_of_the_same_stream_between_keeps_its_place(graph: Graph) -> None:
     graph.launch(MAIN, "other gradients")
     graph.wait(OF_LOOKUPS[0], MAIN)
     graph.launch(OF_LOOKUPS[0], LINEARIZE, SORT, UPDATE)
-    sorts.updated()
-    raw: Any = SimpleNamespace(raw_cuda_graph=lambda: 0)
-    sorts.change(raw)
+    end(sorts)
     assert sorts.count == 0
     assert graph.comes_before("other gradients", LINEARIZE)
 
