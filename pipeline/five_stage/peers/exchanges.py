@@ -95,15 +95,15 @@ class _Exchange:
         """Whether a source of this form has been sent before."""
         return (form, _alignment(source)) in self._tables
 
-    def push(self, source: Tensor, form: Hashable, lay_out: Callable[[], Layout], turn: int) -> Tensor:
-        """Sends it; returns this rank's buffer. form: what the layout depends on, on this rank."""
+    def push(self, source: Tensor, form: Hashable, lay_out: Callable[[], Layout], turn: int, beside: bool) -> Tensor:
+        """Sends it; returns this rank's buffer. form: what the layout depends on, on this rank. beside: see `push`."""
         key = form, _alignment(source)
         if key not in self._tables:
             if form not in self._layouts:
                 self._layouts[form] = lay_out()
             blocks = self._layouts[form].blocks
             self._tables[key] = PushTable(blocks, self._dtype.itemsize, _alignment(source), self._device)
-        push(source, self._tables[key], self._buffers[turn])
+        push(source, self._tables[key], self._buffers[turn], beside)
         return self._buffers[turn].own.view(self._dtype)
 
 
@@ -171,11 +171,13 @@ class Peers:
         shared: Hashable,
         lay_out: Callable[[], Layout],
         form: Hashable = None,
+        beside: bool = False,
     ) -> Pushed:
         """Sends parts of `source` to all ranks, in the order of calls that all ranks share. name: for `describe`.
         shared: all that the buffers' size depends on, besides the dtype; it changes on all ranks or on none, because
-        allocations are collective. form: what else the layout depends on, on this rank. RuntimeError within a capture
-        if the same has not been sent before it: nothing can be allocated there."""
+        allocations are collective. form: what else the layout depends on, on this rank. beside: leave multiprocessors
+        to other work. RuntimeError within a capture if the same has not been sent before it: nothing can be allocated
+        there."""
         key = self._calls, name, shared, source.dtype
         self._calls += 1
         exchange = self._made.get(key)
@@ -185,7 +187,7 @@ class Peers:
         elif exchange is None:
             exchange = self._made[key] = _Exchange(self._memory, lay_out(), form, source.dtype)
             self._through[name] = None
-        buffer = exchange.push(source, form, lay_out, self._turn)
+        buffer = exchange.push(source, form, lay_out, self._turn, beside)
         self._written[lane] += 1
         return Pushed(buffer, partial(self._meet, lane, self._written[lane]))
 
@@ -203,16 +205,18 @@ class Peers:
                 self._by_nccl[f"dense gradients, {flat.dtype}"] = why
             (taken if why is None else left).append(flat)
         sent = [
-            self.push("dense gradients", "gradients", flat, len(flat), partial(self._to_all, len(flat)))
+            self.push("dense gradients", "gradients", flat, len(flat), partial(self._to_others, len(flat)), beside=True)
             for flat in taken
         ]
         for flat, pushed in zip(taken, sent, strict=True):
-            sum_of_ranks(pushed.wait().view(self.ranks, -1), flat, 1 / self.ranks)
+            sum_of_ranks(pushed.wait().view(self.ranks, -1), flat, 1 / self.ranks, own=self.rank)
         return left
 
-    def _to_all(self, count: int) -> Layout:
-        """Returns the layout in which each rank receives all elements of all ranks, [rank, count]."""
-        return Layout([Block(0, 0, self.rank * count, 0, 1, count)] * self.ranks, self.ranks * count)
+    def _to_others(self, count: int) -> Layout:
+        """Returns the layout in which each rank receives all elements of all other ranks, [rank, count]."""
+        block = Block(0, 0, self.rank * count, 0, 1, count)
+        blocks = [block._replace(rows=0) if rank == self.rank else block for rank in range(self.ranks)]
+        return Layout(blocks, self.ranks * count)
 
     def _ids(self, name: str, sent: Tensor, send_splits: list[int], receive_splits: list[int]) -> AllToAll:
         """Starts an all-to-all of rows; see AllToAll.start."""

@@ -1,11 +1,13 @@
 """Blocks in the ranks' buffers, and sums of what came: plain functions element by element, kernels against these."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+import dlrm_bench.pipeline.five_stage.peers.push as push_module
 from dlrm_bench.pipeline.five_stage.peers.push import (
     WIDEST,
     Block,
@@ -68,6 +70,10 @@ def test_the_kernel_equals_the_plain_function(blocks: list[Block], skipped: int,
     plain_push(source, table, expected)
     for ours, plain in zip(got.tensors, expected.tensors, strict=True):
         assert torch.equal(ours, plain)
+    if skipped == 1:
+        with patch.object(push_module, "_FEW", 2), patch.object(push_module, "_UNITS_OF_FEW", 128):
+            triton_push(source, table, again := buffers(len(blocks), 1 << 16), beside=True)
+        assert all(map(torch.equal, again.tensors, expected.tensors))
     assert any(bool((of != 0xA5).any()) for of in got.tensors) == any(block.elements for block in blocks)
 
 
@@ -119,6 +125,9 @@ def test_sums_are_in_rank_order_and_rounded_once(dtype: torch.dtype) -> None:
     assert torch.signbit(out[1])
     sum_of_ranks(terms[:2].contiguous(), out, 0.5)
     assert torch.equal(out, (terms[0] / 2 + terms[1] / 2))
+    out.copy_(terms[1])
+    sum_of_ranks(torch.stack([terms[0], terms[1] * float("nan")]), out, 0.5, own=1)
+    assert torch.equal(out, (terms[0] / 2 + terms[1] / 2))
 
 
 @needs_triton
@@ -127,9 +136,13 @@ def test_sums_are_in_rank_order_and_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [0, 1, 33, 2048, 5000])
 def test_the_sums_kernel_equals_the_plain_function(count: int, ranks: int, dtype: torch.dtype) -> None:
     terms = torch.randn(ranks, count, generator=torch.Generator().manual_seed(0)).to(DEVICE).to(dtype)
-    for scale in (1.0, 1 / ranks):
+    for scale, own in ((1.0, None), (1 / ranks, None), (1 / ranks, 0), (1 / ranks, ranks - 1)):
         got, expected = torch.empty_like(terms[0]), torch.empty_like(terms[0])
-        triton_sum_of_ranks(terms, got, scale)
+        received = terms.clone()
+        if own is not None:
+            got.copy_(terms[own])
+            received[own] = float("nan")
+        triton_sum_of_ranks(received, got, scale, own)
         plain_sum_of_ranks(terms, expected, scale)
         # The interpreter rounds to bf16 in its own way, and a GPU may round a product and a sum at once.
         exact = (scale == 1.0 or ranks != 3) and not (DEVICE.type == "cpu" and dtype == torch.bfloat16)
