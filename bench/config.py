@@ -73,7 +73,7 @@ class SnapshotConfig:
     --dynamic-rows a snapshot has all places, those without a row too."""
     path: Path | None = None
     """Folder of snapshots, in memory (tmpfs); by default a folder of this user in /dev/shm. A successful run removes
-    the folder."""
+    its snapshots, and the folder if nothing else is in it."""
 
     def __post_init__(self) -> None:
         require(self.every is None or self.every > 0, "--snapshot.every must be positive")

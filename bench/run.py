@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints
+from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints, agree_on_checkpoint
 from dlrm_bench.bench.checkpoints.restarts import say_origin
-from dlrm_bench.bench.checkpoints.saved_state import STATE_SCHEMA, LossStretch, RunState, extended, find_checkpoint
+from dlrm_bench.bench.checkpoints.saved_state import STATE_SCHEMA, LossStretch, RunState, extended
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.instruments.abort import AbortWatch
 from dlrm_bench.bench.instruments.beginning import BEGINNING
@@ -283,7 +283,7 @@ def run(
         )
         if config.target_auc is not None:  # raises where its samples fill no batch; nothing is read
             dataset.eval_batches(ranks.rank, ranks.world_size, config.local_batch_size)
-        resumed = find_checkpoint(config, schedule)
+        resumed = agree_on_checkpoint(config, schedule, ranks)
         origin = say_origin(config, resumed, ranks)
         folder = agree_on_folder(config, ranks, machine)
         log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None, counted_samples(config, dataset))

@@ -12,6 +12,7 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from dlrm_bench.bench.checkpoints.folders import (
     begin_folder,
     complete_folder,
+    delete_folder,
     in_units,
     locked,
     on_rank_0,
@@ -33,10 +35,12 @@ from dlrm_bench.bench.checkpoints.saved_state import (
     RunState,
     checkpoint_name,
     complete_checkpoints,
+    find_checkpoint,
     of_another_user,
 )
 from dlrm_bench.bench.checkpoints.snapshots import Snapshot, Snapshots
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.instruments.schedule import Schedule
 from dlrm_bench.bench.instruments.stall import SAVER
 from dlrm_bench.bench.records.schema import Checkpointing, ResumedFrom, SavedCheckpoint, TakenSnapshot
 from dlrm_bench.dlrm.benchmarks import named
@@ -62,6 +66,15 @@ _SPARE_BYTES = 2 * 2**30
 """GPU memory that a copy of the state must leave free."""
 _BEHIND = 10
 """Nice value of the threads that write a snapshot to disk: the training's come first."""
+
+
+def agree_on_checkpoint(config: RunConfig, schedule: Schedule, ranks: Ranks) -> Resumed | None:
+    """Returns what find_checkpoint does, for the folder that rank 0 chooses: while ranks look, another run may complete
+    a newer checkpoint. Collective. ValueError like find_checkpoint."""
+    found = on_rank_0(ranks, partial(find_checkpoint, config, schedule))
+    if found is None or ranks.rank == 0:
+        return found
+    return find_checkpoint(replace(config, resume=found.folder), schedule)
 
 
 class Checkpoints:
@@ -288,7 +301,7 @@ class Checkpoints:
                 f"another folder, or go on from that one with --resume {path}"
             )
         for unfinished in path.glob(f"samples-*{PARTIAL}"):
-            shutil.rmtree(unfinished)
+            delete_folder(unfinished)
         free = shutil.disk_usage(path).free
         if free < self._bytes:
             raise ValueError(

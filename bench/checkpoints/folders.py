@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from dlrm_bench.bench.checkpoints.saved_state import PARTIAL, STATE_JSON, RunState, complete_checkpoints
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
+LOGGER = logging.getLogger(__name__)
+LOCK = ".lock"
 _Result = TypeVar("_Result")
 
 
@@ -33,12 +36,18 @@ def on_rank_0(ranks: Ranks, work: Callable[[], _Result], group: dist.ProcessGrou
 
 
 def locked(path: Path, flag: str) -> TextIO:
-    """Returns a file that locks a folder for as long as it is open. ValueError where another process has it."""
-    lock = (path / ".lock").open("w")
+    """Returns a file that locks a folder for as long as it is open. ValueError where another process has it, or where
+    the file system has no locks."""
+    lock = (path / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"{flag} {path}: another run saves there: choose another folder") from None
+    except OSError as error:  # such as Lustre, mounted without its option flock
+        raise ValueError(
+            f"{flag} {path}: its file system cannot lock a file ({error.strerror}), and two runs could save there: "
+            "choose a folder on another one, or mount it with locks"
+        ) from None
     return lock
 
 
@@ -46,7 +55,7 @@ def begin_folder(folder: Path, state: RunState) -> None:
     """Makes an empty folder for a future checkpoint, with the state of its run; deletes an old folder."""
     unfinished = unfinished_of(folder)
     if unfinished.exists():
-        shutil.rmtree(unfinished)
+        delete_folder(unfinished)
     unfinished.mkdir()
     with (unfinished / STATE_JSON).open("w", encoding="utf-8") as file:
         json.dump(state, file)
@@ -60,7 +69,8 @@ def unfinished_of(folder: Path) -> Path:
 
 
 def complete_folder(folder: Path) -> None:
-    """Gives a checkpoint its name once all of it is on disk, and deletes the previous ones.
+    """Gives a checkpoint its name once all of it is on disk, and deletes the previous ones; warns of one that cannot be
+    deleted.
 
     An older one of the same number of samples is renamed first, to a name that is complete as well: there is one at any
     time.
@@ -74,8 +84,19 @@ def complete_folder(folder: Path) -> None:
     complete = complete_checkpoints(folder.parent)
     for older in complete[: complete.index(folder)]:
         leaving = unfinished_of(older)  # half deleted it would look complete
-        os.replace(older, leaving)
-        shutil.rmtree(leaving)
+        try:
+            os.replace(older, leaving)
+            delete_folder(leaving)
+        except OSError as error:  # the new one is on disk, and the training goes on
+            LOGGER.warning("the previous checkpoint could not be deleted, and takes its space: %s", error)
+
+
+def delete_folder(folder: Path) -> None:
+    """Deletes a folder, or a link to one, whose content stays where it is."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _sync(folder: Path) -> None:

@@ -8,10 +8,11 @@ between the two. So a snapshot is read, checked and resumed like any checkpoint.
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_bench.bench.checkpoints.folders import in_units
+from dlrm_bench.bench.checkpoints.folders import LOCK, in_units
 from dlrm_bench.bench.checkpoints.saved_state import (
     STATE_JSON,
     RunState,
@@ -30,6 +31,7 @@ _TEXT_BYTES = 64 * 2**20
 _KEPT = 16
 """Divisor: this fraction of the node's memory (one over it) is reserved for training and the page cache."""
 _PAGE = 4096
+_SLOTS = "slot-*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +79,21 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"--snapshot.path {path} is on {kind} and not in memory: choose a folder on a tmpfs")
 
 
-def check_left_over(path: Path) -> None:
-    """Raises ValueError where the folder has a snapshot of an earlier run; it says how much memory that takes."""
+def check_left_over(path: Path, resumed: Path | None) -> None:
+    """Raises ValueError where the folder has a snapshot of an earlier run, newer than the one in it that the run
+    resumes, if any; it says how much memory that takes."""
     complete = complete_checkpoints(path)
-    if complete:
-        raise ValueError(
-            f"--snapshot.path {path} has a snapshot of an earlier run, {read_run_state(complete[-1])['run_id']}, "
-            f"{complete[-1].name}, which takes {in_units(_held_bytes(path))} of memory: go on from it with --resume "
-            f"auto, or remove it: rm -r {path}"
-        )
+    if not complete or complete[-1] == resumed:
+        return
+    what, left_over = "a snapshot of an earlier run", [*complete, *sorted(path.glob(_SLOTS))]
+    if resumed in complete:
+        what, left_over = "a newer snapshot than --resume names", complete[complete.index(resumed) + 1 :]
+    held = in_units(sum(map(_held_bytes, left_over)))
+    raise ValueError(
+        f"--snapshot.path {path} has {what}, {read_run_state(complete[-1])['run_id']}, {complete[-1].name}, which "
+        f"takes {held} of memory: go on from it with --resume auto, or remove it: rm -r "
+        f"{' '.join(map(str, left_over))}"
+    )
 
 
 def prepare_slots(path: Path, layout: Layout, resumed: Path | None, disk: Path | None) -> Slots:
@@ -94,7 +102,7 @@ def prepare_slots(path: Path, layout: Layout, resumed: Path | None, disk: Path |
     resumed: the snapshot in this folder that the run resumes. disk: folder that snapshots are written to, so that one
     slot suffices. ValueError if there is too little memory; it says how much is needed and how much is free.
     """
-    found = [*reversed(complete_checkpoints(path)), *sorted(path.glob("slot-*"))]
+    found = [*reversed(complete_checkpoints(path)), *sorted(path.glob(_SLOTS))]
     folders = [folder for folder in found if layout.is_that_of(folder)][:_MOST]
     other = resumed if resumed not in folders else None
     for left_over in (folder for folder in found if folder not in folders and folder != other):
@@ -117,10 +125,15 @@ def prepare_slots(path: Path, layout: Layout, resumed: Path | None, disk: Path |
 
 
 def open_slot(folder: Path, state: RunState) -> Path:
-    """Marks a slot as incomplete and writes the state of a run to it; returns the slot's new path."""
+    """Marks a slot as incomplete and writes the state of a run to it; returns the slot's new path. OSError, with the
+    file's name, if others have filled the memory."""
     if folder.name.startswith("samples-"):
         folder = folder.rename(_free_name(folder.parent))
-    (folder / STATE_JSON).write_text(json.dumps(state), encoding="utf-8")
+    file = folder / STATE_JSON
+    try:
+        file.write_text(json.dumps(state), encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
     return folder
 
 
@@ -130,6 +143,18 @@ def close_slot(folder: Path, samples: int, other: Path | None) -> Path:
     if other is not None:
         shutil.rmtree(other)
     return folder
+
+
+def remove_slots(path: Path) -> None:
+    """Removes all snapshots and the lock; the folder too, unless it is a mount point or has other files."""
+    for folder in [*complete_checkpoints(path), *path.glob(_SLOTS)]:
+        leaving = folder
+        if folder.name.startswith("samples-"):  # half deleted it would look complete
+            leaving = folder.rename(_free_name(path))
+        shutil.rmtree(leaving)
+    (path / LOCK).unlink(missing_ok=True)
+    with suppress(OSError):
+        path.rmdir()
 
 
 def _free_name(path: Path) -> Path:

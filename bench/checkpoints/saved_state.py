@@ -222,7 +222,9 @@ def _check_same(folder: Path, saved: dict[str, Any], config: RunConfig) -> None:
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            key = next(key for key in {**new, **old} if old.get(key) != new.get(key))
+            key = next((key for key in {**new, **old} if old.get(key) != new.get(key)), None)
+            if key is None:  # only one of two versions has the field, and it is None
+                continue
             name, old, new = f"{name}.{key}", old.get(key), new.get(key)
         flag = name.replace("_", "-")
         raise ValueError(f"--resume {folder}: it was trained with --{flag} {old!r}, and this run has {new!r}")

@@ -5,7 +5,6 @@ rename makes the files a snapshot (memory_folder.py). There are two slots, or, i
 only after its snapshot is on disk, so that at any time a snapshot or a checkpoint is complete.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from dlrm_bench.bench.checkpoints.memory_folder import (
     make_folder,
     open_slot,
     prepare_slots,
+    remove_slots,
 )
 from dlrm_bench.bench.checkpoints.saved_state import Resumed, RunState, samples_of
 from dlrm_bench.bench.config import RunConfig
@@ -110,15 +110,15 @@ class Snapshots:
 
     def remove(self) -> None:
         """Removes all snapshots, of a run that has ended well."""
-        on_rank_0(self._ranks, partial(shutil.rmtree, self._path))
+        on_rank_0(self._ranks, partial(remove_slots, self._path))
 
     def _prepare(self, layout: Layout, config: RunConfig, resumed: Resumed | None) -> Slots:
         make_folder(self._path)
         self._lock = locked(self._path, "--snapshot.path")
         within = resumed is not None and resumed.folder.resolve().parent == self._path.resolve()
-        if not within and not config.resumes_newest:
-            check_left_over(self._path)
         kept = self._path / resumed.folder.name if resumed is not None and within else None
+        if not config.resumes_newest:
+            check_left_over(self._path, kept)
         return prepare_slots(self._path, layout, kept, config.checkpoint.path)
 
     def _map(self, prepared: Slots, own: list[Piece], resumed: Resumed | None) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints that are written while training goes on, killed, out of room, and read by other layouts."""
 
+import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -12,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_bench.bench.checkpoints import checkpoints, folders
-from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints
-from dlrm_bench.bench.checkpoints.saved_state import STATE_SCHEMA, RunState, find_checkpoint
+from dlrm_bench.bench.checkpoints import checkpoints, folders, saved_state
+from dlrm_bench.bench.checkpoints.checkpoints import Checkpoints, agree_on_checkpoint
+from dlrm_bench.bench.checkpoints.saved_state import STATE_SCHEMA, RunState, complete_checkpoints, find_checkpoint
 from dlrm_bench.bench.config import CheckpointConfig, RunConfig, as_json
 from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.state import StateBlocks, TensorBlock
-from tests.launched import Ended, fork, wait
+from tests.launched import Ended, fork, wait, wait_until
 
 ROWS, COLUMNS = 50, 8
 GBS = 16
@@ -293,3 +295,71 @@ def test_training_on_from_an_older_checkpoint_does_not_take_the_place_of_a_newer
         assert f"has checkpoints of an earlier run, the newest {name(7)}: choose another folder" in ended.outputs[0]
         assert f"--resume {saved}" in ended.outputs[0]
     assert sorted(folder.name for folder in saved.glob("samples-*")) == [name(3), name(7)]
+
+
+def look_late(folder: Path, newer: Path) -> int:
+    """Rank 1 looks after another run has completed a newer checkpoint; ends with the iteration of the one found."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    look, looked = saved_state.checkpoint_in, folder / "looked"
+
+    def in_turn(path: Path) -> Path:
+        if ranks.rank == 0:
+            found = look(path)
+            looked.touch()
+            return found
+        wait_until(looked.exists, "rank 0 has looked")
+        newer.rename(folder / newer.name)
+        return look(path)
+
+    saved_state.checkpoint_in = in_turn
+    given = config(folder, folder)
+    found = agree_on_checkpoint(given, plan_schedule(given, None, 2), ranks)
+    assert found is not None
+    return found.first
+
+
+def test_ranks_resume_the_same_checkpoint_while_another_run_saves(tmp_path):
+    saved, other = tmp_path / "saved", tmp_path / "other"
+    assert run(1, tmp_path / "1", save_and_say, saved, None, 3).statuses == [0]
+    assert run(1, tmp_path / "2", save_and_say, other, None, 4).statuses == [0]
+    ended = run(2, tmp_path / "3", look_late, saved, other / name(4))
+    assert ended.statuses == [3, 3], ended
+    assert (saved / name(4)).exists()
+
+
+def test_a_checkpoint_that_was_moved_behind_a_link_is_resumed_and_its_link_deleted(tmp_path):
+    saved, other_disk = tmp_path / "saved", tmp_path / "other-disk"
+    assert run(1, tmp_path / "1", save_and_say, saved, None, 3).statuses == [0]
+    (saved / name(3)).rename(other_disk)
+    (saved / name(3)).symlink_to(other_disk)
+    (saved / f"{name(2)}.partial").symlink_to(other_disk)
+    ended = run(1, tmp_path / "2", save_and_say, saved, saved, 4)
+    assert ended.statuses == [0], ended
+    assert [folder.name for folder in saved.glob("samples-*")] == [name(4)]
+    assert (other_disk / "index.json").exists()
+
+
+def test_a_previous_checkpoint_that_cannot_be_deleted_does_not_end_the_training(tmp_path, monkeypatch, caplog):
+    def not_empty(folder: Path) -> None:  # as NFS, of files that another process reads
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    for iteration in (3, 4):
+        folders.begin_folder(tmp_path / name(iteration), state(config(tmp_path), iteration))
+    folders.complete_folder(tmp_path / name(3))
+    monkeypatch.setattr(shutil, "rmtree", not_empty)
+    folders.complete_folder(tmp_path / name(4))
+    assert complete_checkpoints(tmp_path) == [tmp_path / name(4)]
+    assert f"could not be deleted, and takes its space: [Errno 39] Directory not empty: '{tmp_path}" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(
+        ValueError, match=rf"--checkpoint.path {tmp_path}: its file system cannot lock a file \({os.strerror(number)}"
+    ):
+        folders.locked(tmp_path, "--checkpoint.path")

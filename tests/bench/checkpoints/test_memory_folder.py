@@ -1,12 +1,21 @@
 """The folder of snapshots: where it may be, what of an earlier run stays in it, and for how much there is room."""
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from dlrm_bench.bench.checkpoints import memory_folder
-from dlrm_bench.bench.checkpoints.memory_folder import Layout, close_slot, make_folder, open_slot, prepare_slots
+from dlrm_bench.bench.checkpoints.memory_folder import (
+    Layout,
+    close_slot,
+    make_folder,
+    open_slot,
+    prepare_slots,
+    remove_slots,
+)
 from dlrm_bench.bench.checkpoints.saved_state import STATE_JSON, complete_checkpoints
 from dlrm_bench.pipeline.checkpoint_index import INDEX_JSON
 from tests.bench.checkpoints.test_saved_state import GBS, of, save, state
@@ -86,3 +95,33 @@ def test_memory_that_the_node_needs_itself_is_not_taken(tmp_path, monkeypatch):
     assert len(prepare_slots(tmp_path, LAYOUT, None, tmp_path).folders) == 1  # it has its memory already
     with pytest.raises(ValueError, match=r"a snapshot takes 67\.1 MB, and two of them .* free, and the node 0 b"):
         prepare_slots(tmp_path, LAYOUT, None, None)
+
+
+def test_a_kill_while_snapshots_are_removed_leaves_none_that_only_looks_complete(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def half(folder: Path) -> None:
+        (folder / "rank-0-0.bin").unlink()
+        raise Killed
+
+    older, newer = filled(save(tmp_path, **of(7))), filled(save(tmp_path, **of(9)))
+    monkeypatch.setattr(shutil, "rmtree", half)
+    for left in ([newer], []):
+        with pytest.raises(Killed):
+            remove_slots(tmp_path)
+        assert complete_checkpoints(tmp_path) == left
+    monkeypatch.undo()
+    assert not older.exists()
+    remove_slots(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_mount_point_stays_when_its_snapshots_are_removed(tmp_path, monkeypatch):
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    filled(save(tmp_path, **of(7)))
+    monkeypatch.setattr(Path, "rmdir", busy)
+    remove_slots(tmp_path)
+    assert names(tmp_path) == []

@@ -1,6 +1,7 @@
 """Runs whose ranks are killed and started again: training goes on from memory, with the losses of one left alone."""
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,33 @@ def test_torchrun_restarts_the_ranks_after_one_was_killed(tmp_path, memory):
     assert "resumed from x, after iteration" in output
     assert np.array_equal(losses(tmp_path / "x-restart-1"), losses(tmp_path / "whole"))
     assert not memory.exists()
+
+
+class FullMemory:
+    """Gives the state of a run, which a snapshot has beside its pieces, too little room."""
+
+    def __call__(self) -> None:
+        open_slot = snapshots.open_slot
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+        def without_room(*given: Any) -> Path:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (700, resource.RLIM_INFINITY))
+            try:
+                return open_slot(*given)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        snapshots.open_slot = without_room
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_memory_that_others_have_filled_is_named(tmp_path, memory, disk):
+    saves = [f"--checkpoint.path={tmp_path / 'saved'}"] if disk else []
+    given = [*flags(tmp_path, "x", 6), *snapshot_flags(memory, 6), *saves]
+    ended = forked_launch(2, tmp_path, given, before=FullMemory())
+    assert ended.statuses == [2, 2], ended
+    for output in ended.outputs:
+        assert f"error: [Errno 27] File too large: '{memory}/slot-0/state.json'\n" in output
 
 
 TIERED = ["--pipeline=static", "--presort-ids", "--peer-memory", "--precision=fp32"]

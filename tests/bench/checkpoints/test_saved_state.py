@@ -132,6 +132,17 @@ def test_a_checkpoint_of_an_earlier_version_lacks_fields_of_later_ones(tmp_path:
         found(tmp_path)
 
 
+def test_an_empty_field_of_one_version_only_is_no_difference(tmp_path: Path) -> None:
+    of_another = as_json(config(None))
+    of_another["model"]["no_such_field"] = None
+    save(tmp_path, config=of_another)
+    assert found(tmp_path).first == 7
+    of_another["model"]["no_such_field"] = 5
+    save(tmp_path, config=of_another)
+    with pytest.raises(ValueError, match=r"trained with --model\.no-such-field 5, and this run has None"):
+        found(tmp_path)
+
+
 def test_a_run_by_time_goes_on_for_its_time(tmp_path: Path) -> None:
     """Whatever it has trained: only the end of the data ends it."""
     save(tmp_path, **of(5000))

@@ -1,5 +1,6 @@
 """Snapshots in memory: ranks killed at any moment, no room, a full disk behind them; something whole is left."""
 
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def test_what_is_left_over_is_named_and_another_training_is_refused(tmp_path, me
     assert ended.statuses == [2, 2], ended
     for output in ended.outputs:
         assert f"--snapshot.path {memory} has a snapshot of an earlier run, first, {name(2)}, which takes " in output
-        assert f" of memory: go on from it with --resume auto, or remove it: rm -r {memory}" in output
+        assert f" of memory: go on from it with --resume auto, or remove it: rm -r {memory / name(1)} " in output
     ended = run(2, tmp_path / "2", refused, memory, None, {"seed": 7}, None)
     assert ended.statuses == [2, 2], ended
     assert f"--resume {memory / name(2)}: it was trained with --seed 0, and this run has 7" in ended.outputs[1]
@@ -203,3 +204,49 @@ def test_a_run_has_its_folder_for_itself(tmp_path, memory):
     lock.close()
     assert ended.statuses == [2]
     assert f"--snapshot.path {memory}: another run saves there" in ended.outputs[0]
+
+
+def save_at(memory: Path, resume: Path, *iterations: int) -> int:
+    """Takes snapshots at these iterations; ends with 2, and prints why, if the folder is refused."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    given = in_memory(memory, None, ranks.world_size, resume)
+    try:
+        found = find_checkpoint(given, plan_schedule(given, None, ranks.world_size))
+        saving = Checkpoints(given, ranks, Held(ranks, 1), found)  # type: ignore[arg-type]
+    except ValueError as error:
+        print(error)
+        return 2
+    for iteration in iterations:
+        saving.save(iteration, state(given, iteration))
+    return 0
+
+
+def test_training_on_from_an_older_snapshot_does_not_take_the_place_of_a_newer(tmp_path, memory):
+    assert run(2, tmp_path / "1", save_at, memory, AUTO, 2, 4).statuses == [0, 0]
+    ended = run(2, tmp_path / "2", save_at, memory, memory / name(2), 3, 4)
+    assert ended.statuses == [2, 2], ended
+    for output in ended.outputs:
+        assert f"--snapshot.path {memory} has a newer snapshot than --resume names, first, {name(4)}, which" in output
+        assert f"or remove it: rm -r {memory / name(4)}\n" in output
+    assert sorted(folder.name for folder in memory.glob("s*")) == [name(2), name(4)]
+    shutil.rmtree(memory / name(4))
+    ended = run(2, tmp_path / "3", save_at, memory, memory / name(2), 3, 4)
+    assert ended.statuses == [0, 0], ended
+    assert sorted(folder.name for folder in memory.glob("s*")) == [name(3), name(4)]
+
+
+def ends_well(memory: Path) -> int:
+    _, _, saving, given = begun(memory, None, 2)
+    saving.save(1, state(given, 1))
+    saving.remove_snapshots()
+    return 0
+
+
+def test_files_of_others_in_the_folder_stay_after_a_good_end(tmp_path, memory):
+    memory.mkdir()
+    (memory / "data").mkdir()
+    (memory / "data" / "day_0").touch()
+    ended = run(2, tmp_path / "run", ends_well, memory)
+    assert ended.statuses == [0, 0], ended
+    assert sorted(memory.rglob("*")) == [memory / "data", memory / "data" / "day_0"]
