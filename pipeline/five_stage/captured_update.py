@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -31,7 +31,11 @@ class CapturedUpdate:
         self.why_not: str | None = _does_more(optimizer) or next((why for why in whys if why is not None), None)
         """The obstacle that permanently keeps the step out of the iteration's graph; None without one."""
         self._works = [] if self.why_not else [(inner, _Work(inner)) for inner in used if not _steps_alone(inner)]
-        self._fused = list(_fused(optimizer))
+        self._all = list(_within(optimizer))
+        self._fused = [of for of in self._all if isinstance(of, FusedOptimizer)]
+        self._clipping = [of for of in self._all if isinstance(of, GradientClippingOptimizer)]
+        self._norms: dict[Any, Tensor] = {}
+        """Norms of the gradients in the last step, by clipping optimizer, in memory that all graphs write."""
         self._rates: list[Any] = []
 
     def zero_grad(self) -> None:
@@ -51,11 +55,9 @@ class CapturedUpdate:
     def look(self) -> tuple[bool, str | None]:
         """Returns whether a graph with the last prepared step is still valid, and the obstacle to capturing the step
         now. Must be called before every step, with its gradients in place."""
-        watched = scaled = False
-        prepared = True
-        for inner, work in self._works:
+        watched, scaled, prepared = any(map(is_watched, self._all)), False, True
+        for _, work in self._works:
             work.look()
-            watched = watched or is_watched(inner)
             scaled = scaled or work.is_scaled
             prepared = prepared and work.prepared
         if watched or scaled:
@@ -84,6 +86,9 @@ class CapturedUpdate:
                     del vars(inner)["step"]
                 else:
                     vars(inner)["step"] = own
+        for clipping in self._clipping:
+            if (norm := getattr(clipping, "_last_total_grad_norm", None)) is not None:
+                self._norms.setdefault(clipping, torch.empty_like(norm)).copy_(norm)
 
     def before_replay(self) -> None:
         """See StepWork."""
@@ -91,10 +96,13 @@ class CapturedUpdate:
             work.before_replay()
 
     def after_replay(self) -> None:
-        """See StepWork. Also counts the step as a learning rate scheduler's wrapper would."""
+        """See StepWork. Also counts the step as a learning rate scheduler's wrapper would, and gives clipping
+        optimizers the norm that they report (last_total_grad_norm)."""
         for inner, work in self._works:
             work.after_replay()
             inner._opt_called = True
+        for clipping, norm in self._norms.items():
+            clipping._last_total_grad_norm = norm.clone()
 
 
 class _Work(StepWork):
@@ -131,6 +139,8 @@ def _steps_alone(optimizer: Any) -> bool:
 
 def _does_more(optimizer: Any) -> str | None:
     """Returns the name of an optimizer whose step may do more than launch work; None if no step does."""
+    if is_watched(optimizer):
+        return WATCHED
     if type(optimizer) is CombinedOptimizer:
         return next((why for _, part in optimizer.optimizers if (why := _does_more(part)) is not None), None)
     if isinstance(optimizer, FusedOptimizer) or _steps_alone(optimizer):
@@ -140,15 +150,17 @@ def _does_more(optimizer: Any) -> str | None:
     if type(optimizer) is GradientClippingOptimizer and not optimizer._enable_global_grad_clip:
         return _does_more(optimizer._optimizer)
     if innermost(optimizer) == [optimizer] and any(group["params"] for group in optimizer.param_groups):
-        return WATCHED if is_watched(optimizer) else None
+        return None
     return reasons.DOES_MORE(kind=type(optimizer).__name__)
 
 
-def _fused(optimizer: Any) -> Iterable[Any]:
+def _within(optimizer: Any) -> Iterable[Any]:
+    """Yields an optimizer, and those within TorchRec's wrappers."""
+    yield optimizer
     if isinstance(optimizer, CombinedOptimizer):
         for _, part in optimizer.optimizers:
-            yield from _fused(part)
-    elif isinstance(optimizer, FusedOptimizer):
-        yield optimizer
-    elif isinstance(inner := getattr(optimizer, "_optimizer", None), torch.optim.Optimizer):
-        yield from _fused(inner)
+            yield from _within(part)
+    elif not isinstance(optimizer, FusedOptimizer) and isinstance(
+        inner := getattr(optimizer, "_optimizer", None), torch.optim.Optimizer
+    ):
+        yield from _within(inner)

@@ -143,8 +143,8 @@ def others(inner: Any, own: set[int]) -> str | None:
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether anything observes calls of `step`, other than a scheduler, which only counts them."""
     hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
+        getattr(optimizer, "_optimizer_step_pre_hooks", ()),  # some of TorchRec's wrappers have none
+        getattr(optimizer, "_optimizer_step_post_hooks", ()),
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )

@@ -193,7 +193,7 @@ class IterationGraph:
             self._dense.gradients.publish()
         valid, why_no_update = self._update.look()
         changed = self._dense.look()
-        if self._pairs.rehearsals and (changed is not None or not valid or self._rates_moved()):
+        if self._pairs.graphs and (changed is not None or not valid or self._rates_moved()):
             self._drop()
         if self._iterations <= WARM_UP:
             self._autocast = autocast_of(self._device)
@@ -230,11 +230,15 @@ class IterationGraph:
 
     def _rates_moved(self) -> bool:
         """Whether the graphs' table learning rates differ from those of the lookups and cannot be updated in place."""
-        if self.updates:
-            self._update.set_rates(self._rates.are_as_before())
+        self._pass_rates()
         follows = self._rates.follow()
         self.failure = self.failure or self._rates.failure
         return not follows
+
+    def _pass_rates(self) -> None:
+        """Passes the tables' learning rates to the lookups, unless the pipeline does so outside the graph."""
+        if self.updates:
+            self._update.set_rates(self._rates.are_as_before())
 
     def train(self, now: InFlight[Any], ahead: InFlight[Any] | None, wait: Callable[[], None]) -> Any:
         """Trains on `now` and distributes `ahead`; returns the model's output. wait: waits for the distribution of
@@ -304,6 +308,7 @@ class IterationGraph:
         have no reason for one: RuntimeError if they fail."""
         self._make_room_for(pair)
         self._update.prepare()
+        self._pass_rates()  # for begin_capture, also where graphs were dropped for another reason than the rates
         self._dense.before_capture()
         torch.clear_autocast_cache()  # replays would read an earlier cast's memory, with its present values, forever
         error: str | None = None
@@ -316,9 +321,12 @@ class IterationGraph:
                 self._record(pair, keep=False)
                 self._rates.end_capture(())
             error = self.memory.missing() if self._pairs.is_new(pair) else None
-        except Exception as caught:
-            error = told(caught)
+        except BaseException as caught:
             self._rates.end_capture(())
+            if not isinstance(caught, Exception):  # such as an interrupt, after which the model may train on elsewhere
+                self._dense.put_back()
+                raise
+            error = told(caught)
         torch.clear_autocast_cache()
         if (replaced := self._dense.put_back()) is not None:
             error = error or f"{replaced}, which no replay does"

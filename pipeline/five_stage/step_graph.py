@@ -143,6 +143,7 @@ class StepWork:
             # Most optimizers create their state in the very first step.
             self._unchanged = 1 if self._steps == 2 and _equal(frozen, self._frozen) else 0
             self._frozen, self._memory, self._layouts, self._rates = frozen, memory, layouts, rates
+            self._rates_on_device = None  # of the groups, and with the values, before the change
             return
         self._unchanged += 1
         if not _equal(rates, self._rates):
@@ -153,7 +154,7 @@ class StepWork:
         """Moves the learning rate to the device, because it alone has changed."""
         if self._rates_on_device is None:
             self.forget()
-            device = self._optimizer.param_groups[0]["params"][0].device
+            device = next(parameter.device for group in self._optimizer.param_groups for parameter in group["params"])
             self._rates_on_device = [torch.zeros((), device=device) for _ in self._rates]
         for on_device, rate in zip(self._rates_on_device, self._rates, strict=True):
             on_device.fill_(rate)

@@ -1,5 +1,6 @@
 """The tables' learning rates in captured graphs: marked at the capture, put back after it, followed from then on."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,14 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 import dlrm_bench.pipeline.five_stage.table_rates
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage.node_parameters import int_marks, marks
 from dlrm_bench.pipeline.five_stage.table_rates import CAPTURES_IN_A_ROW, TableRates
+from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
+from tests.pipeline.five_stage import test_iteration_forms
+from tests.pipeline.five_stage.test_iteration_graph import BITS, EAGER, assert_equal, every_step, prepare, stock, whole
+from tests.pipeline.five_stage.test_iteration_habits import BY_DEVICE_RATE
+from tests.pipeline.five_stage.torchrec_models import batches
 
 GRAPHS: list[Any] = ["one", "other"]
 
@@ -178,3 +185,41 @@ def test_a_step_that_no_kernel_has_is_an_error(changeable: None) -> None:
     with pytest.raises(RuntimeError, match="come to none of the captured kernels"):
         capture(rates)
     assert (int(of.iter_cpu), of.learning_rate_tensor.item()) == (6, 0.25)
+
+
+def one_schedule(step: int, optimizer: Any, model: Any) -> None:
+    """The rates of tables and of dense weights fall together, for the first time when graphs are there."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05 if step < 9 else 0.005
+
+
+def falls(ranks: Ranks) -> dict[str, Any]:
+    prepare(ranks)
+    iteration_graph_on_cpu(numbered=True)
+    data = batches(ranks, 14, fixed=True)
+    run = whole(ranks, data, one_schedule)
+    assert_equal(run.trained, stock(ranks, data, one_schedule), BITS)
+    return run.described
+
+
+def test_tables_step_at_the_new_rate_when_graphs_are_captured_again_for_the_dense_one(
+    run_ranks: Callable[..., Any],
+) -> None:
+    for described in run_ranks(2, falls):
+        assert described["follows_table_rates"]
+        assert (described["captures"], described["replays"]) == (2, 14 - EAGER)
+
+
+def forms_come(ranks: Ranks) -> dict[str, Any]:
+    """A schedule that begins with the training, whose first graphs wait until all forms have come."""
+    prepare(ranks)
+    iteration_graph_on_cpu(numbered=True)
+    data = test_iteration_forms.data_of(ranks, [0, 0, 0, 0, 1, 2, 0, 2, 1, 0, 0, 2, 0, 2])
+    return test_iteration_forms.compared(ranks, [data], BY_DEVICE_RATE, each=every_step)
+
+
+def test_rates_may_move_while_forms_come(run_ranks: Callable[..., Any]) -> None:
+    for described in run_ranks(2, forms_come):
+        assert described["follows_table_rates"]
+        assert described["eager"] == {}
+        assert described["replays"] > 2

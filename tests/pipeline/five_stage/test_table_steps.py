@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torchrec.optim.optimizers import LAMB, PartialRowWiseAdam, PartialRowWiseLA
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage import iteration_graph, reasons
 from dlrm_bench.pipeline.five_stage.iteration_obstacles import lookup_kernels
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
@@ -317,3 +318,24 @@ def a_mark_is_lost(ranks: Ranks) -> str:
 def test_a_step_that_comes_to_no_kernel_is_an_error(run_ranks: Callable[..., Any]) -> None:
     for said in run_ranks(2, a_mark_is_lost):
         assert "has come to none of the captured kernels" in said
+
+
+def interrupted(ranks: Ranks) -> None:
+    """In the first capture, by a user who then goes on with a new pipeline."""
+    prepare(ranks)
+    data, built = batches(ranks, 20, fixed=True), build(ranks, "TW", sharder=TrimmedEBCSharder(HOT), tables_by=Adam)
+
+    def interrupt(work: Any, **_: Any) -> None:
+        work.func.__self__._rates.mark()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), patch.object(iteration_graph, "record", interrupt):
+        train(ranks, [data], built, WHOLE)
+    assert [int(of[0]) for of in counts(built[0]).values()] == [EAGER]
+    trained, _ = train(ranks, [data[EAGER:]], built, WHOLE)
+    expected, _ = train(ranks, [data], build(ranks, "TW", tables_by=Adam), None)
+    torch.testing.assert_close(trained.state, expected.state, rtol=0, atol=0)
+
+
+def test_an_interrupt_of_a_capture_leaves_steps_and_rates_as_they_were(run_ranks: Callable[..., Any]) -> None:
+    run_ranks(1, interrupted)

@@ -1,0 +1,76 @@
+"""What people read of a step, and who sees it, where a graph holds the step."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from dlrm_bench.pipeline.five_stage.captured_update import CapturedUpdate
+from dlrm_bench.pipeline.five_stage.dense_update import WATCHED
+from dlrm_bench.pipeline.five_stage.step_graph import WARM_UP
+from tests.pipeline.cpu_graphs import Rerun
+
+
+@pytest.mark.parametrize("kind", [GradientClipping.NORM, GradientClipping.NONE])
+def test_the_norm_of_the_gradients_is_that_of_the_last_step(kind: GradientClipping) -> None:
+    """As people log it: graphs of two turns each have a norm of their own, and eager steps come in between."""
+    parameter = nn.Parameter(torch.randn(4))
+    parameter.grad = torch.zeros(4)
+    dense = KeyedOptimizerWrapper({"p": parameter}, lambda params: SGD(params, lr=0.1))
+    clipping = GradientClippingOptimizer(dense, kind, max_gradient=0.1, track_grad_norm=True)
+    update = CapturedUpdate(CombinedOptimizer([clipping]), [parameter])
+    assert update.why_not is None
+    graphs: list[Rerun] = []
+    reported, expected = [], []
+    for step in range(8):
+        parameter.grad.copy_(torch.randn(4))
+        expected.append(parameter.grad.norm())
+        update.look()
+        if step in (0, 5):
+            clipping.step()
+        elif step == 1:
+            update.prepare()
+            update.step()
+            update.after_replay()
+        else:
+            graphs = graphs or [Rerun(update.step) for _ in range(2)]
+            graphs[step % 2].replay()
+            update.after_replay()
+        assert clipping.last_total_grad_norm is not None
+        reported.append(clipping.last_total_grad_norm)
+    torch.testing.assert_close(reported, expected)
+
+
+def _counted(step: Any, seen: list[int], closure: Any = None) -> None:
+    step(closure)
+    seen.append(1)
+
+
+@pytest.mark.parametrize(("level", "hooked"), [(0, True), (3, True), *((level, False) for level in range(4))])
+def test_who_waits_for_a_step_on_any_level_sees_it(level: int, hooked: bool) -> None:
+    """As for averages of weights, with the optimizer that the pipeline is given or one within. hooked: by a hook, which
+    TorchRec calls for these only; otherwise by another step in the place of its own."""
+    parameter, seen = nn.Parameter(torch.ones(2)), list[int]()
+    parameter.grad = torch.ones(2)
+    dense = KeyedOptimizerWrapper({"p": parameter}, lambda params: SGD(params, lr=0.1))
+    clipping = GradientClippingOptimizer(dense, GradientClipping.NORM)
+    levels: list[Any] = [CombinedOptimizer([clipping]), clipping, dense, dense._optimizer]
+    update, watched = CapturedUpdate(levels[0], [parameter]), levels[level]
+    assert update.why_not is None
+    for _ in range(2 * WARM_UP):
+        assert update.look()[1] != WATCHED
+    if hooked:
+        handle = watched.register_step_post_hook(lambda *_: seen.append(1))
+    else:
+        watched.step = partial(_counted, watched.step, seen)
+    levels[0].step()
+    assert seen == [1]
+    assert update.look() == (False, WATCHED)
+    assert CapturedUpdate(levels[0], [parameter]).why_not == WATCHED
+    handle.remove() if hooked else vars(watched).pop("step")
+    assert update.look()[1] != WATCHED
