@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
@@ -126,9 +127,11 @@ def open_array(
         read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
         with _PARSING:
             shape, fortran_order, found = read_header(file)
-    except ValueError as error:
-        # For a header that is too long, numpy's message advises to trust it by allow_pickle=True.
-        what = "its header is too long" if "allow_pickle" in str(error) else error
+    except (ValueError, SyntaxError, TokenError) as error:
+        # numpy lets errors of Python's own parser through, where the header's text or length is damaged.
+        what: object = error if isinstance(error, ValueError) else "its header is damaged"
+        if "allow_pickle" in str(error):  # for a header that is too long, numpy advises to trust it
+            what = "its header is too long"
         raise ValueError(f"{name} is not a .npy array ({what}): {COPY_AGAIN}") from error
     data_start = file.tell()
     if found != dtype:

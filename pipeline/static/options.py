@@ -46,8 +46,9 @@ class StaticOptions:
     rank. Without --evict-rows the results are bit-identical to those of full tables, and a run ends if a rank needs
     more rows than that."""
     evict_rows: bool = False
-    """Replace rows that have not been named for a long time if --dynamic-rows has no places left for new ones. A row
-    that is named again restarts from its initial weights."""
+    """Replace rows that have not been named for a long time if --dynamic-rows has no places left for new ones; with a
+    batch at most a 64th of all places, or 4,096 if that is more. A row that is named again restarts from its initial
+    weights."""
     table_counts: Path | None = None
     """File of row counts (dlrm-bench data counts): with table_memory, the device initially holds the rows expected to
     be named most often. None: first the tables with many ids per sample and few rows, then the other tables' first

@@ -331,6 +331,8 @@ class StaticPipeline:
             self._name(first)
             self.ebc.expect(self._slots[0].ids)
             self._iteration.input_dist(self._slots[0])
+            # Without a second batch this slot is distributed as it is, so it must not make rows of a warm-up's ids.
+            self._slots[1].batch.storage.copy_(self._slots[0].batch.storage)
 
     def _name(self, batch: Batch | None) -> None:
         """Names the batch of the next input dist."""

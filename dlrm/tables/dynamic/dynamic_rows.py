@@ -76,12 +76,17 @@ class DynamicRows:
 
     def check_places(self, agreed: int) -> None:
         """ValueError where the ranks have agreed on NO_PLACE for a batch."""
-        if agreed >= NO_PLACE:
-            raise ValueError(
-                f"--dynamic-rows {self.map.places}: a batch names new rows, and a rank has no place left for them; "
-                "choose a larger number, use more GPUs, or replace rows that were not named for long (add "
-                "--evict-rows)"
+        if agreed < NO_PLACE:
+            return
+        fix = "choose a larger number, use more GPUs, or replace rows that were not named for long (add --evict-rows)"
+        if self.map.most_evicted:
+            fix = (
+                f"--evict-rows frees at most {self.map.most_evicted} places with a batch, and none of rows that it or "
+                "the batch before names: choose a larger number, use more GPUs, or smaller batches"
             )
+        raise ValueError(
+            f"--dynamic-rows {self.map.places}: a batch names new rows, and a rank has no place left for them; {fix}"
+        )
 
     def write_unnamed(self, keys: Keys, places: Tensor, out: Tensor, targets: Tensor) -> None:
         """out[targets[n]] = the weights with which row keys[n] would be made, where places[n] is below 0 and keys[n] is

@@ -57,6 +57,11 @@ class IdMap:
         """Whether a key has lost its place, by its number modulo the slots: `returned` may be too large, never too
         small."""
 
+    @property
+    def most_evicted(self) -> int:
+        """Maximum number of keys that lose their places with one batch."""
+        return len(self._window) if self._evicts else 0
+
     def next_batch(self, is_new: Tensor | None) -> None:
         """Counts a batch before its keys are placed. is_new: int32 [1] on the device, 0 for a batch that was counted
         already, whose keys keep the batch numbers at which they were named; None means 1."""

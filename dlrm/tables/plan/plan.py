@@ -44,13 +44,13 @@ class Plan:
 
     def check(self, tables: Tables) -> None:
         """Raises ValueError unless every element of every sharded table is on exactly one rank, no rank mixes widths,
-        and int32 can number the rows of each rank's shards, one shard after another."""
+        and int32 can number the rows of each rank's shards, one shard after another; raw ids need no such numbers."""
         for rank in range(self.world_size):
             widths = {shard.columns for shard in self.of_rank(rank)}
             if len(widths) != 1:
                 raise ValueError(f"plan: rank {rank} holds shards of widths {sorted(widths)}; it needs exactly one")
             held = sum(shard.rows(tables) for shard in self.of_rank(rank))
-            if held >= 2**31:
+            if held >= 2**31 and not tables.raw_ids:
                 raise ValueError(
                     f"plan: rank {rank} holds shards of {held} rows in all, which must stay below 2^31: use more GPUs "
                     f"or {tables.advice or 'smaller tables (--model.table-scale)'}"

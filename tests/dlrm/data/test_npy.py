@@ -168,3 +168,16 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         assert "allow_pickle" not in str(raised.value)
         assert "\n" not in str(raised.value)
     assert "its header is too long" in str(raised.value)
+
+
+@pytest.mark.parametrize(("place", "damage"), [(8, 40), (21, 44)])
+def test_a_damaged_header_is_refused(tmp_path: Path, place: int, damage: int) -> None:
+    """In its length or its text, where numpy's parser ends in errors of Python's own."""
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros((5, 3), np.int32))
+    content = bytearray(path.read_bytes())
+    content[place] = damage
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.npy is not a .npy array \(.*copy or generate it again") as raised:
+        open_array(path, np.int32, 3)
+    assert "\n" not in str(raised.value)

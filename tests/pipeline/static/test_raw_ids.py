@@ -343,3 +343,18 @@ def test_resumes_on_another_number_of_ranks(run_ranks: Callable[..., list[Any]],
         torch.testing.assert_close(means[0], means[1], rtol=1e-4, atol=1e-5)
     for said in run_ranks(2, refuses, tmp_path):
         assert "is outside its table: ids of the saved run were raw; resume with --model.raw-ids" in said
+
+
+def of_many_rows(ranks: Ranks) -> float:
+    """Returns the loss of a model whose tables are expected to have more rows on one rank than 31 bits count."""
+    model = replace(RAW.model, num_embeddings=(10**9,) * MODEL.num_features)
+    pipeline = static_pipeline(changed(RAW, model=model), ranks)
+    pipeline.warm_up(evaluates=True)
+    loss = pipeline.train_step(iter(with_ids(batches_of(NUMBERED, ranks, hot=0)[:2], some_ids))).item()
+    pipeline.close()
+    return loss
+
+
+def test_expected_rows_bound_nothing(run_ranks: Callable[..., list[Any]]) -> None:
+    (loss,) = run_ranks(1, of_many_rows)
+    assert 0 < loss < 2

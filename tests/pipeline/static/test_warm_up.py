@@ -12,6 +12,8 @@ import torch
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.data.batch import BatchLayout, feature_blocks
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import NO_TABLE
+from dlrm_bench.pipeline.dynamic_state import IDS
 from dlrm_bench.pipeline.static.warm_up import ROWS, warm_up_batch
 from tests.cases import GPU_PLACES, SMALL_MODEL, WAYS
 from tests.pipeline.cpu_graphs import capture_on_cpu
@@ -118,3 +120,27 @@ def test_the_batch_names_the_rows_that_are_kept() -> None:
     for rows, block in zip(SMALL_MODEL.rows, feature_blocks(batch.ids, SMALL_MODEL.multi_hot_sizes), strict=True):
         assert block.min() == 0
         assert block.max() == min(rows, ROWS, block.numel()) - 1
+
+
+Row = tuple[int, int]
+"""A table, and an id of it."""
+
+
+def of_one_batch(ranks: Ranks, way: str) -> tuple[set[Row], set[Row]]:
+    """Returns the rows that the only batch of a training names on this rank, and those made on all ranks, on rank 0."""
+    pipeline = static_pipeline(small(model=MODEL, dynamic_rows=12_000, **WAYS[way]), ranks)
+    pipeline.warm_up(evaluates=True)
+    (batch,) = batches = list(batches_of(small(model=MODEL), ranks, 1))
+    pipeline.train_step(iter(batches))
+    blocks = enumerate(feature_blocks(batch.ids, MODEL.multi_hot_sizes))
+    named = {(table, row) for table, block in blocks for row in block.flatten().tolist()}
+    entries = whole_state(pipeline).weights.get(IDS, torch.empty(0, 4)).view(torch.int32)
+    pipeline.close()
+    return named, {(table, row) for row, _, table, _ in entries.tolist() if table != NO_TABLE}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_single_batch_makes_its_own_rows_alone(run_ranks: Callable[..., list[Any]], way: str) -> None:
+    """No other batch comes to replace the warm-up's in the second slot, which is distributed beside the first one."""
+    (first, made), (second, _) = run_ranks(2, of_one_batch, way)
+    assert made == first | second

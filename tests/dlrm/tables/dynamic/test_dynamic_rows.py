@@ -11,6 +11,7 @@ from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.sequence.sequence_tables import SequenceTables
+from dlrm_bench.kernels.embedding.id_map import Keys
 from tests.dlrm.tables.sequence.test_sequence_tables import (
     ROOMY,
     SEED,
@@ -129,6 +130,19 @@ def test_a_batch_without_places_is_refused_on_every_rank(run_ranks: Any, world_s
         assert unchanged
         assert "names new rows, and a rank has no place left" in text
     assert "--dynamic-rows 260" in found[-1][2]
+
+
+def refusal(evicts: bool) -> str:
+    rows = DynamicRows.in_parts(TABLES, one_rank(), SEED, RowPlaces(8, evicts))
+    lacking = rows.place(Keys(torch.arange(9, dtype=torch.int32)), torch.zeros(9, dtype=torch.int32))
+    with pytest.raises(ValueError, match="--dynamic-rows 8: a batch names new rows, and a rank has no") as raised:
+        rows.check_places(int(lacking))
+    return str(raised.value)
+
+
+def test_a_refusal_advises_what_is_not_done_yet() -> None:
+    assert "(add --evict-rows)" in refusal(evicts=False)
+    assert "--evict-rows frees at most 8 places with a batch" in refusal(evicts=True)
 
 
 def test_a_warm_up_leaves_all() -> None:
