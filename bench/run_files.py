@@ -82,14 +82,15 @@ def keep_figures(this: "Run", error: NonFiniteError) -> str:
 
 @contextlib.contextmanager
 def named_checkpoints(this: "Run") -> Iterator[None]:
-    """Adds the checkpoint's path to an error while writing a checkpoint: the error of a full disk lacks it."""
+    """Adds the checkpoint's path to an error while writing a checkpoint, unless it has that or the snapshots' path: the
+    error of a full disk lacks it."""
     try:
         yield
     except (OSError, ValueError) as error:
-        path = str(this.config.checkpoint.path)
-        if path in str(error):
+        paths = (this.config.checkpoint.path, this.config.snapshot.folder)
+        if any(path is not None and str(path) in str(error) for path in paths):
             raise
-        raise ValueError(f"--checkpoint.path {path}: {error}") from error
+        raise ValueError(f"--checkpoint.path {this.config.checkpoint.path}: {error}") from error
 
 
 def keep_own_figures(this: "Run") -> None:
@@ -203,7 +204,9 @@ def _training(this: "Run", losses: list[float]) -> Training:
         training["train_metrics"] = this.metrics.last
     if this.log.evaluation_s:
         seconds = [round(each, 6) for each in this.log.evaluation_s]
-        training["evaluations"] = Evaluations(samples=this.dataset.eval_samples, seconds=seconds)
+        batches = this.evaluated // len(seconds)  # padded to all samples, or without those that fill no global batch
+        samples = min(this.dataset.eval_samples, batches * this.schedule.global_batch_size)
+        training["evaluations"] = Evaluations(samples=samples, seconds=seconds)
     return training
 
 

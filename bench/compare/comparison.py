@@ -91,15 +91,15 @@ class Result:
     @property
     def detectable(self) -> tuple[float, float, float] | None:
         """The smallest difference that this number of runs with this spread finds, as (low, value, high) of its 95 %
-        interval; None with one run per side."""
-        if not self.comparison.between_runs:
+        interval; None with one run per side, and if the timings are too coarse."""
+        if not self.comparison.between_runs or self.estimate.too_coarse:
             return None
         return detectable_range(self.estimate, self.comparisons, self.confidence)
 
     def runs_needed(self, difference: float) -> int | None:
         """Returns the number of runs per side that find a difference of this size (0.02: 2 %); None if too many, or
-        unknown."""
-        if not self.comparison.between_runs:
+        unknown, as after one run per side or from timings that are too coarse."""
+        if not self.comparison.between_runs or self.estimate.too_coarse:
             return None
         spread = self.comparison.spread(self.estimate)
         return runs_needed(spread, difference, self.comparison.paired, self.comparisons, self.confidence)

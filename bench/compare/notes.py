@@ -70,8 +70,7 @@ def lucky(between: float, spread: tuple[Levels, Levels], paired: bool, freedom: 
 def _notes_on_runs(result: "Result") -> Iterator[str]:
     runs = f"{result.comparison.runs[0]} and {result.comparison.runs[1]} runs"
     needed = result.runs_needed(abs(result.estimate.ratio().value - 1))
-    assert result.detectable is not None
-    if result.estimate.too_coarse:
+    if result.detectable is None:
         yield f"{runs} that agree to the last digit do not show how much runs differ: {TOO_COARSE}"
     else:
         yield f"{runs} that differ like these {finds(result.detectable)}" + (

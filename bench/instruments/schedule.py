@@ -162,7 +162,7 @@ def plan_schedule(
             "lower it"
         )
     evaluations = named(config.benchmark).cadence(train_samples, global_batch_size, config.evaluations_per_epoch)
-    _require_an_evaluation(config, evaluations, iterations, by_time)
+    _require_an_evaluation(config, evaluations, iterations, per_epoch, by_time)
     return Schedule(
         global_batch_size=global_batch_size,
         iterations=first_look if by_time else iterations,
@@ -186,12 +186,18 @@ def epoch_iterations(config: RunConfig, dataset: Dataset, ranks: Ranks) -> int |
     return len(batches) if isinstance(batches, Sequence) else None
 
 
-def _require_an_evaluation(config: RunConfig, evaluations: Evaluations, iterations: int, by_time: bool) -> None:
+def _require_an_evaluation(
+    config: RunConfig, evaluations: Evaluations, iterations: int, per_epoch: int, by_time: bool
+) -> None:
     """Raises ValueError if a run to a target would end before its first evaluation, and no evaluation follows its last
-    iteration."""
+    iteration. per_epoch: iterations that the data allow."""
     if config.target_auc is None or by_time or evaluations.at_end or iterations >= evaluations.first:
         return
+    windows = getattr(config.data, "train_windows", None) if per_epoch < evaluations.first else None
+    given = {"--iterations": config.iterations, "--data.train-windows": windows}
+    ended_by = [flag for flag, value in given.items() if value is not None]
+    way_out = f"leave {' and '.join(ended_by)} out" if ended_by else "lower --local-batch-size"
     raise ValueError(
         f"--target-auc {config.target_auc}: the first evaluation is after {evaluations.first} iterations, and the run "
-        f"has {iterations}: leave --iterations out, raise --evaluations-per-epoch, or lower --local-batch-size"
+        f"has {iterations}: {way_out}, or raise --evaluations-per-epoch"
     )

@@ -24,17 +24,19 @@ _FIRST = 10
 """The first iterations may take this many times the timeout: kernels are compiled, graphs captured, batches drawn."""
 _SAVES = "saves a checkpoint"
 _WAITS = "waits for other ranks to save a checkpoint"
+_COMPUTES_AUC = "computes the AUC"
 _STAGES = {
+    "dlrm/data/metrics.py": _COMPUTES_AUC,
     "dlrm/data/": "waits for its reader",
     "bench/checkpoints/": _SAVES,
-    "dlrm/data/metrics.py": "computes the AUC",
     "pipeline/static/evaluation.py": "evaluates",
 }
-"""Activity of a rank, by the file that its main thread is in; the innermost file counts."""
+"""Activity of a rank, by the beginning of the path of the file that its main thread is in: the innermost file counts,
+and the first beginning that fits."""
 _OTHERWISE = "trains"
 SAVER = "checkpoint"
 """Name of the thread that saves checkpoints."""
-_OF_OTHERS = (_OTHERWISE, _WAITS)
+_OF_OTHERS = (_OTHERWISE, _WAITS, _COMPUTES_AUC)
 """Activities of ranks that wait for another one."""
 
 

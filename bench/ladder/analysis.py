@@ -232,6 +232,6 @@ def _cells(speedup: float, interval: list[float] | None, is_proven: bool) -> tup
     if interval is None:
         return f"{speedup:.3f} x ~", "one round: unknown"
     low, high = interval
-    if low == high:  # a rung compared with itself
+    if speedup == low == high == 1:  # a rung compared with itself
         return "", ""
     return f"{speedup:.3f} x{'' if is_proven else ' ~'}", f"{low:.3f} .. {high:.3f}"

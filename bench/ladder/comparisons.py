@@ -130,10 +130,10 @@ def precision_of(members: dict[str, list[Record]], detect: float) -> Precision:
     """Returns the precision of at least two rounds of rungs; members: the timed runs of each rung, one per round."""
     rungs = judge_rungs(members, by_precision=True)
     results = [result for rung in rungs for result in (rung.over_first, rung.over_previous) if result is not None]
-    known = [found for result in results if (found := result.detectable) is not None]
+    found = [result.detectable or (math.inf, math.inf, math.inf) for result in results]  # too coarse: it finds nothing
     needed = [result.runs_needed(detect) for result in results]
     most = None if None in needed else max((each for each in needed if each is not None), default=2)
-    return Precision(max(known, key=lambda each: each[1], default=(0.0, 0.0, 0.0)), most)
+    return Precision(max(found, key=lambda each: each[1], default=(0.0, 0.0, 0.0)), most)
 
 
 def _places(sides: Sequence[Side]) -> np.ndarray:

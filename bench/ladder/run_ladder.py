@@ -23,7 +23,7 @@ from dlrm_bench.bench.ladder.comparisons import precision_of
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
 from dlrm_bench.bench.machine import cpu
 from dlrm_bench.bench.machine.source import git_state
-from dlrm_bench.bench.records.json_file import json_text
+from dlrm_bench.bench.records.json_file import json_text, write_whole
 from dlrm_bench.bench.records.ladder import (
     LADDER_JSON,
     LADDER_SCHEMA,
@@ -122,7 +122,7 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
     host_costs: dict[str, HostCost | None] = {}
     order: list[str] = []
     begun = time.monotonic()
-    (folder / PLAN_JSON).write_text(json_text(plan) + "\n", encoding="utf-8")
+    write_whole(folder / PLAN_JSON, json_text(plan))
 
     def write() -> None:
         ladder = Ladder(
@@ -136,7 +136,7 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
             rungs=rung_results(rungs, members, host_costs, by_precision=plan["detect"] is not None),
             order=order,
         )
-        (folder / LADDER_JSON).write_text(json_text(ladder) + "\n", encoding="utf-8")
+        write_whole(folder / LADDER_JSON, json_text(ladder))
 
     with _naming_what_is_kept(folder, order):
         if (folder / LADDER_JSON).exists():

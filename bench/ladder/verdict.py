@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlrm_bench.bench.compare.notes import TOO_COARSE
 from dlrm_bench.bench.ladder.analysis import confidence_in_words, proven, read_judged_ladder
 from dlrm_bench.bench.records.ladder import LADDER_JSON, Ladder, RungResult
 from dlrm_bench.bench.records.record import read_record
@@ -91,12 +92,10 @@ def _against(ladder: Ladder, rung: RungResult) -> str:
     if rung["name"] in proven(ladder, "first"):
         return f"{rung['name']} is {'faster' if rung['speedup_vs_first'] > 1 else 'slower'}, proven: {times} {runs}."
     least, found = rung["detectable_interval"], rung["detectable"]
-    assert least is not None
-    assert found is not None
-    return (
-        f"{rung['name']}: no difference proven, {times} {runs}. Rounds that differ like these "
-        f"{finds((least[0], found, least[1]))}."
-    )
+    unproven = f"{rung['name']}: no difference proven, {times} {runs}."
+    if least is None or found is None:
+        return f"{unproven} The timings are too coarse, as rounds agree to the last digit: {TOO_COARSE}."
+    return f"{unproven} Rounds that differ like these {finds((least[0], found, least[1]))}."
 
 
 def _losses(ladder: Ladder) -> str:

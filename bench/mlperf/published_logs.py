@@ -222,6 +222,7 @@ class _Reader:
         self.runs: list[MLPerfRun] = []
         self.malformed = 0
         self._path = path
+        self._initialised = False  # whether the latest run has its init_start, which may come after the header
         self._eval_start: float | None = None
         self._block: tuple[float, float] | None = None
 
@@ -232,19 +233,33 @@ class _Reader:
             return
         key, time, value, metadata = event
         run = self.runs[-1] if self.runs else None
-        if run is None or _begins_another(run, key):
+        if run is None or self._begins_another(run, key):
             if key not in _BEGINNINGS and key not in _HEADER:
                 return  # the middle of a run whose beginning is lost
-            header = {name: getattr(run, name) for name, _ in _HEADER.values()} if run and key == "run_start" else {}
+            # The header of a run that died before its run_start may be overwritten already by that of the next one.
+            headed = run is not None and (key == "run_start" or run.start_ms is None)
+            header = {name: getattr(run, name) for name, _ in _HEADER.values()} if headed else {}
             run = MLPerfRun(path=self._path, **header)
             self.runs.append(run)
-            self._eval_start = self._block = None
+            self._initialised, self._eval_start, self._block = False, None, None
+        self._initialised |= key == "init_start"
         if key in _HEADER:
             name, kind = _HEADER[key]
             if isinstance(value, kind) and not isinstance(value, bool):
                 setattr(run, name, value)
         elif run.stop_ms is None:
             self._follow(run, key, time, value, metadata)
+
+    def _begins_another(self, run: MLPerfRun, key: str) -> bool:
+        """Whether `key` belongs to a run after `run`: a run may die anywhere, and the file may continue with the next
+        run."""
+        if key in _BEGINNINGS and run.start_ms is not None:
+            return True
+        if key in _HEADER and run.stop_ms is not None:
+            return True
+        if key == "submission_benchmark" and run.start_ms is not None and run.benchmark is not None:
+            return True  # values of a header may be logged late, but its name only once
+        return key == "init_start" and run.benchmark is not None and self._initialised
 
     def _follow(self, run: MLPerfRun, key: str, time: float, value: Any, metadata: dict[str, Any]) -> None:
         """Processes an event between run_start and run_stop."""
@@ -293,14 +308,6 @@ _HEADER: dict[str, tuple[str, type]] = {
 
 
 _BEGINNINGS = ("init_start", "run_start")
-
-
-def _begins_another(run: MLPerfRun, key: str) -> bool:
-    """Whether `key` belongs to a run after `run`: a run may die anywhere, and the file may continue with the next
-    run."""
-    if key in _BEGINNINGS and run.start_ms is not None:
-        return True
-    return (key in _HEADER and run.stop_ms is not None) or (key == "init_start" and run.benchmark is not None)
 
 
 def is_number(value: object) -> TypeGuard[float]:

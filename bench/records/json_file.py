@@ -1,7 +1,8 @@
-"""The JSON files of runs, ladders and limits: reading them, and checking their form."""
+"""The JSON files of runs, ladders and limits: reading and writing them, and checking their form."""
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -59,6 +60,17 @@ def json_text(value: Any, indent: int = 0) -> str:
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     inside = ",\n".join(" " * (indent + 1) + item for item in items)
     return f"{opening}\n{inside}\n{' ' * indent}{closing}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the text and a line end in one step: where that fails, as on a full disk, the file stays as it was."""
+    unfinished = path.with_suffix(f"{path.suffix}.tmp")
+    # A path that is not UTF-8 has surrogates, which JSON writes as escapes.
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
 
 
 def _json_line(value: Any) -> str:

@@ -91,7 +91,8 @@ class RungResult(TypedDict):
     note: NotRequired[str]
     """The change that the rung makes, in a sentence; may be empty."""
     detectable: NotRequired[float | None]
-    """Smallest difference from the first rung that the rounds find; None for the first rung, and after one round."""
+    """Smallest difference from the first rung that the rounds find; None for the first rung, after one round, and if
+    rounds agree to the last digit."""
     detectable_interval: NotRequired[list[float] | None]
     """95 % interval of `detectable`: the spread of a few rounds is poorly known."""
     over_first: NotRequired["Judged | None"]

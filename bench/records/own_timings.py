@@ -102,13 +102,14 @@ def read_times(file: Path, unit: str = "ms") -> np.ndarray:
         if file.suffix == ".npy":
             times = np.atleast_2d(np.load(file, allow_pickle=False))
         else:
-            lines = [line for line in file.read_text().splitlines() if line.strip()]
+            # Some rows of a spreadsheet are of separators alone.
+            lines = [line for line in file.read_text().splitlines() if line.replace(",", " ").strip()]
             if lines and not _is_number(lines[0].replace(",", " ").split()[0]):
                 names = _names(lines.pop(0))
             times = np.array([[float(cell) for cell in line.replace(",", " ").split()] for line in lines]).T
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): name a file of times") from error
-    except ValueError as error:
+    except (ValueError, EOFError) as error:  # EOFError: of an empty .npy
         raise ValueError(f"{file} holds no times: {of_numpy(error)}") from error
     if times.ndim != 2 or not times.size or times.dtype.kind not in "fiu":
         raise ValueError(f"{file} holds no times: expected a number for each iteration and rank")

@@ -19,7 +19,7 @@ import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.limits.efficiency import efficiency_of
-from dlrm_bench.bench.records.json_file import check_form, json_text, read_json
+from dlrm_bench.bench.records.json_file import check_form, json_text, read_json, write_whole
 from dlrm_bench.bench.records.schema import (
     READABLE_SCHEMAS,
     RECORD_SCHEMA,
@@ -200,13 +200,7 @@ def write_record(
     _check_iterations(folder / ITERATIONS_NPZ, record, latency_ms, loss)
     text = json_text(record)
     write_iterations(folder, latency_ms, loss, before)
-    unfinished = path.with_suffix(".json.tmp")
-    # A path that is not UTF-8 has surrogates, which JSON writes as escapes.
-    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    write_whole(path, text)
 
 
 def write_iterations(

@@ -344,7 +344,8 @@ class Evaluations(TypedDict):
     """The evaluations of a run, in order."""
 
     samples: int
-    """Samples of one evaluation."""
+    """Samples of one evaluation. Records before 29 November 2026 include those that --data.drop-last-evaluation left
+    out."""
     seconds: list[float]
     """Duration of each, from eval_start to eval_stop of the MLPerf log."""
 

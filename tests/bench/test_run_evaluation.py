@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.bench.mlperf.log import MLPerfLog
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.run import Run
+from dlrm_bench.bench.run_files import _training
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.metrics import exact_auc
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
@@ -57,12 +59,12 @@ class FirstFeature:
             yield batch.dense[:, 0], batch.labels
 
 
-def test_padding_does_not_count():
+def run_with(valid: list[int]) -> Run:
     config = replace(preset("smoke"), local_batch_size=8, warmup_iterations=0)
-    dataset = FewSamples([8, 5, 2, 0], config.model)
+    dataset = FewSamples(valid, config.model)
     cpu = torch.device("cpu")
     ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=cpu)
-    this = Run(
+    return Run(
         config=config,
         ranks=ranks,
         dataset=dataset,  # type: ignore[arg-type]
@@ -75,6 +77,19 @@ def test_padding_does_not_count():
         folder=Path(),
         checkpoints=Checkpoints(config, ranks, FirstFeature(), None),  # type: ignore[arg-type]
     )
-    real = [(b.dense[: b.num_valid, 0], b.labels[: b.num_valid]) for b in dataset.batches]
+
+
+def test_padding_does_not_count():
+    this = run_with([8, 5, 2, 0])
+    real = [(b.dense[: b.num_valid, 0], b.labels[: b.num_valid]) for b in this.dataset.eval_batches(0, 1, 8)]
     scores, labels = (torch.cat(parts) for parts in zip(*real, strict=True))
     assert this.evaluate(0.5) == exact_auc(scores, labels)
+
+
+@pytest.mark.parametrize(("valid", "samples"), [([8, 5, 2, 0], 15), ([8], 8)])
+def test_the_record_counts_the_samples_that_were_evaluated(valid: list[int], samples: int):
+    """Some data sets leave out the samples that fill no global batch (--data.drop-last-evaluation)."""
+    this = run_with(valid)
+    this.auc = [this.evaluate(0.5), this.evaluate(1.0)][-1]
+    evaluations = _training(this, [0.5])["evaluations"]
+    assert (evaluations["samples"], len(evaluations["seconds"])) == (samples, 2)

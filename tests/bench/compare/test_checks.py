@@ -9,7 +9,7 @@ import pytest
 from dlrm_bench.bench.compare.checks import check_equivalence, check_regression, worst
 from dlrm_bench.bench.compare.comparison import Result, Terms, compare_all
 from dlrm_bench.bench.compare.sides import Side
-from dlrm_bench.bench.compare.tables import verdict_in_words
+from dlrm_bench.bench.compare.tables import result_as_json, verdict_in_words
 from dlrm_bench.bench.stats.series import AUTO_CONFIDENCE
 from dlrm_bench.bench.stats.statistics import compare
 from tests.bench.compare.two_sides import compare_sides
@@ -90,6 +90,7 @@ def test_runs_that_agree_to_the_last_digit_answer_no_check() -> None:
         assert check.outcome == "not enough runs"
         assert check.text.startswith("the timings are too coarse")
     assert verdict_in_words(result).startswith("no difference proven: the timings are too coarse")
+    assert result_as_json(result)["detectable"] is result_as_json(result)["detectable_interval"] is None
     assert any("more digits" in note for note in result.notes)
 
 

@@ -12,6 +12,7 @@ from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.instruments.schedule import Schedule, plan_schedule
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dcnv2.config import DataConfig
+from dlrm_bench.dlrm.dlrmv4.config import DataConfig as WindowsConfig
 
 MLPERF_TRAIN_SAMPLES = 4_195_197_692
 
@@ -165,6 +166,20 @@ def test_a_run_that_would_end_before_its_first_evaluation_is_refused():
         plan_schedule(dlrmv4(iterations=6999), 2_290_835_423, 8)
     assert plan_schedule(dlrmv4(iterations=6999, target_auc=None), 2_290_835_423, 8).evaluate_every is None
     assert plan_schedule(dlrmv4(iterations=7000), 2_290_835_423, 8).evaluates_after(7000)
+
+
+def test_what_ends_a_run_before_its_first_evaluation_is_named():
+    for changes, way_out in (
+        ({"iterations": 6999}, "leave --iterations out"),
+        ({"data": WindowsConfig(train_windows=30)}, "leave --data.train-windows out"),
+        (
+            {"iterations": 90, "data": WindowsConfig(train_windows=30)},
+            "leave --iterations and --data.train-windows out",
+        ),
+        ({}, "lower --local-batch-size"),
+    ):
+        with pytest.raises(ValueError, match=f"the first evaluation is after 7000 iterations, .*: {way_out}"):
+            plan_schedule(dlrmv4(**changes), 2_290_835_423, 8, epoch_iterations=6999)
 
 
 def test_a_run_that_would_end_before_its_next_evaluation_is_not_resumed():

@@ -6,6 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from dlrm_bench.bench.instruments.abort import AbortWatch
-from dlrm_bench.bench.instruments.stall import StallWatch, _stage
+from dlrm_bench.bench.instruments.stall import StallWatch, _Report, _stage
 from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.data.metrics import exact_auc
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from tests.launched import PATIENCE_S, fork, launch_main, wait, wait_until_training
 
@@ -95,6 +97,34 @@ def test_a_look_at_all_stacks_keeps_none_of_them():
     finally:
         gc.enable()
     assert len(looks) == 3
+
+
+def test_a_rank_in_the_auc_is_not_called_one_that_waits_for_its_reader():
+    looks: list[str] = []
+
+    class Scores:
+        def isnan(self) -> "Scores":
+            looker = threading.Thread(target=lambda: looks.append(_stage()))
+            looker.start()
+            looker.join()
+            return self
+
+        def any(self) -> bool:
+            return True
+
+    with pytest.raises(ValueError, match="the AUC is undefined"):
+        exact_auc(Scores(), torch.zeros(2))  # type: ignore[arg-type]
+    assert looks == ["computes the AUC"]
+
+
+def test_the_rank_that_still_evaluates_is_named_and_not_one_that_waits_in_the_auc(monkeypatch):
+    reports = [_Report(9, 30, 20, "computes the AUC"), _Report(9, 28, 20, "trains")]
+    later = [replace(report, looks=12) for report in reports]
+    monkeypatch.setattr(StallWatch, "_read_twice", lambda _, found: found.extend([reports, later]))
+    alone = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    watch = StallWatch(alone, TIMEOUT_S, lambda: (30, 20), lambda _: None)
+    watch._ranks = replace(alone, world_size=2)
+    assert watch._reason().endswith("(--stall-timeout): rank 1 trains, after iteration 20")
 
 
 @pytest.mark.multi_gpu

@@ -1,6 +1,7 @@
 """Ladders: their order, the remains of a run that fails, and the profiled runs. Real ones run in test_cli.py."""
 
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from dlrm_bench.bench.ladder import run_ladder as module
 from dlrm_bench.bench.ladder.analysis import ladder_host_table, ladder_table
 from dlrm_bench.bench.ladder.run_ladder import plan_to_resume, run_ladder
+from dlrm_bench.bench.ladder.verdict import verdict
 from dlrm_bench.bench.records.ladder import Ladder, read_ladder, read_plan
 from dlrm_bench.dlrm.runtime.command_line import FailedError
 from tests.bench.ladder.made_ladders import SPEED, make, plan, pretend_runs
@@ -164,6 +166,22 @@ def test_rounds_end_where_the_limits_are(tmp_path: Path, monkeypatch: pytest.Mon
     assert said == ["another round would end after --max-minutes 1e-06: the ladder ends with 1 rounds"]
 
 
+def test_rounds_that_agree_to_the_last_digit_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(flags: list[str], *_: Any) -> None:
+        run_id = flags[flags.index("--run-id") + 1]
+        write(tmp_path / run_id, np.full(60, 10.0 * SPEED[run_id[-1]]), minute=len(list(tmp_path.glob("0*/run.json"))))
+
+    monkeypatch.setattr(module, "run_forked", run)
+    said: list[str] = []
+    assert len(list(run_ladder(plan(rounds=8, detect=0.03), tmp_path, said.append))) == 24
+    assert said[-1] == "8 rounds find no factor below 100; 3.00% takes too many"
+    ladder, _ = read_ladder(tmp_path)
+    assert [rung["detectable"] for rung in ladder["rungs"]] == [None] * 3
+    assert "b: no difference proven, 2.00 times as fast as a in 8 rounds" in " ".join(verdict(tmp_path))
+    assert "2.000 x ~" in ladder_table(ladder).columns[3].cells
+    assert "find differences from 0.00%" not in " ".join(verdict(tmp_path))
+
+
 def test_an_interrupted_ladder_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = pretend(monkeypatch, tmp_path, spread=0.01, fails_at=7)
     with pytest.raises(FailedError):
@@ -210,6 +228,24 @@ def test_a_ladder_without_all_its_profiled_runs_makes_these_alone(
     assert [{**rung, "host": None} for rung in after["rungs"]] == [{**rung, "host": None} for rung in before["rungs"]]
     with pytest.raises(ValueError, match="is a finished ladder"):
         plan_to_resume(tmp_path)
+
+
+def test_a_full_disk_at_the_end_of_a_ladder_leaves_one_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_runs(monkeypatch)
+    running = run_ladder(plan(), tmp_path)
+    done = [next(running) for _ in range(12)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            next(running, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert pretend_runs(monkeypatch) == []
+    assert list(run_ladder(plan_to_resume(tmp_path), tmp_path)) == done
+    assert read_ladder(tmp_path)[0]["order"] == done
 
 
 @pytest.mark.parametrize(("field", "value"), [("node", "another"), ("source", {"commit": "0123"})])

@@ -182,6 +182,28 @@ def test_two_runs_in_one_file_of_which_the_first_may_have_died_anywhere(tmp_path
         assert runs[0].status == ("success" if kept < 2 else "unfinished")
 
 
+def header_first(start: int = 0) -> str:
+    """small_log with its header before init_start, in the order of other authors."""
+    first, *others = small_log(start).splitlines(keepends=True)
+    return "".join((*others[:3], first, *others[3:]))
+
+
+def test_a_header_before_init_start_belongs_to_its_run(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(header_first())
+    (run,) = read_mlperf_log(path)
+    assert (run.benchmark, run.global_batch_size, run.train_ms_per_iteration) == ("dlrm_dcnv2", 100, 80)
+
+
+@pytest.mark.parametrize("kept", range(10))
+def test_two_runs_with_headers_first_of_which_the_first_may_have_died_anywhere(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "log"
+    first = header_first().splitlines(keepends=True)
+    path.write_text("".join(first[: len(first) - kept]) + header_first(100_000))
+    last = read_mlperf_log(path)[-1]
+    assert (last.benchmark, last.train_ms_per_iteration, last.start_ms) == ("dlrm_dcnv2", 80, 101_000)
+
+
 def test_a_second_run_that_repeats_only_run_start(tmp_path: Path) -> None:
     path = tmp_path / "log"
     lines = small_log().splitlines(keepends=True)

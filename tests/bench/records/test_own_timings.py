@@ -1,5 +1,6 @@
 """Timings of other programs become records that compare and report take."""
 
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -59,8 +60,9 @@ def test_what_holds_no_times(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("a b\nc d\n")
     (tmp_path / "ragged").write_text("1 2\n3\n")
     (tmp_path / "empty").touch()
-    for name in ("words", "ragged", "empty"):
-        with pytest.raises(ValueError, match=f"{name} holds no times"):
+    (tmp_path / "empty.npy").touch()  # of a program that was killed
+    for name in ("words", "ragged", "empty", "empty.npy"):
+        with pytest.raises(ValueError, match=f"{re.escape(name)} holds no times"):
             read_times(tmp_path / name)
     np.save(tmp_path / "objects.npy", np.array([{"a": 1}]), allow_pickle=True)
     with pytest.raises(ValueError, match=r"objects.npy holds no times: it holds Python objects, not numbers$"):
@@ -91,6 +93,11 @@ def test_a_column_that_counts_iterations_is_no_rank(tmp_path: Path, text: str, c
     np.save(tmp_path / "x.npy", np.arange(5.0))
     with pytest.raises(ValueError, match=r"x\.npy: column 1 counts iterations"):
         read_times(tmp_path / "x.npy")
+
+
+def test_rows_of_a_spreadsheet_without_cells_are_no_iterations(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text(",\nrank 0,rank 1\n2.5,2.6\n2.7,2.4\n,\n")
+    assert read_times(tmp_path / "x.csv").tolist() == [[2.5, 2.7], [2.6, 2.4]]
 
 
 @pytest.mark.parametrize("text", ["step time\n2.5\n2.6\n", "step time,b\n2.5,1\n2.6,1\n", "1\n3\n2\n", "1\n"])
