@@ -16,9 +16,26 @@ _MAY_CHANGE = ("params", "lr", "initial_lr")
 def of_optimizer(optimizer: Any) -> Iterator[str]:
     """Yields the first reason why the step of a pipeline's optimizer is in no graph; nothing without one."""
     used = [one for one in _innermost(optimizer) if any(group["params"] for group in one.param_groups)]
-    whys = [_does_more(optimizer), *map(_why_never, used), *map(_why_not_now, used)]
+    whys = [
+        *map(_who_waits, _levels(optimizer)),
+        _does_more(optimizer),
+        *map(_why_never, used),
+        *map(_why_not_now, used),
+    ]
     for why in [why for why in whys if why is not None][:1]:
         yield f"no graph takes the dense update: {why}"
+
+
+def _levels(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer, and those within TorchRec's wrappers."""
+    if not hasattr(optimizer, "param_groups"):
+        return
+    yield optimizer
+    within = [part for _, part in optimizer.optimizers] if _is_combined(optimizer) else []
+    if not _is_fused(optimizer):
+        within += [value for value in vars(optimizer).values() if isinstance(value, torch_optimizer.Optimizer)]
+    for inside in within:
+        yield from _levels(inside)
 
 
 def _innermost(optimizer: Any) -> list[Any]:
@@ -80,18 +97,24 @@ def _why_never(optimizer: Any) -> str | None:
     return None
 
 
+def _who_waits(optimizer: Any) -> str | None:
+    """Returns that somebody waits for calls of the optimizer's step. Some of TorchRec's wrappers have no hooks."""
+    hooks = [*torch_optimizer._global_optimizer_pre_hooks.values()]
+    hooks += [*torch_optimizer._global_optimizer_post_hooks.values()]
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks += getattr(optimizer, name, {}).values()
+    own = vars(optimizer).get("step")
+    replaced = own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+    if replaced or any(getattr(hook, "__module__", "") != f"{__package__}.hook" for hook in hooks):
+        return f"hooks, or a step in the place of {type(optimizer).__name__}'s, wait for its calls: leave them out"
+    return None
+
+
 def _why_not_now(optimizer: Any) -> str | None:
     """Returns what of an innermost optimizer's present state no graph holds."""
     if _steps_alone(optimizer):
         return None
     kind, groups = type(optimizer).__name__, optimizer.param_groups
-    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    hooks += [*torch_optimizer._global_optimizer_pre_hooks.values()]
-    hooks += [*torch_optimizer._global_optimizer_post_hooks.values()]
-    own = vars(optimizer).get("step")
-    replaced = own is not None and not hasattr(own, "_wrapped_by_lr_sched")
-    if replaced or any(getattr(hook, "__module__", "") != f"{__package__}.hook" for hook in hooks):
-        return f"hooks, or a step in the place of {kind}'s, wait for its calls: leave them out"
     if any(isinstance(group.get(name), Tensor) for group in groups for name in group if name not in _MAY_CHANGE):
         return f"a hyperparameter of {kind} besides lr is a tensor: give a number"
     if any(group.get("lr_decay") or group.get("differentiable") for group in groups):

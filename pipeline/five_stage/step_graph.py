@@ -286,6 +286,8 @@ class StepGraph(StepWork):
     def step(self, eagerly: Callable[[], Any]) -> str | None:
         """Steps; returns why it ran eagerly, except in the very first steps. eagerly: the optimizer's own step."""
         self.look()
+        if self.is_scaled:  # from this step on, or once
+            self.forget()
         why: str | None = None
         if self._graph is None:
             why = self._failure or self.why_not_now() or self._capture()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_bench.bench.doctor.capture import of_pipeline
 
@@ -147,6 +148,18 @@ def test_the_hook_of_the_doctor_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) 
     assert line.startswith("no graph takes the dense update: hooks, or a step in the place of Adam's")
     monkeypatch.setattr(after_step, "__module__", "dlrm_bench.bench.doctor.hook")
     assert of_pipeline(pipeline) == []
+
+
+def test_hooks_of_an_optimizer_around_others_are_an_obstacle() -> None:
+    """As of an average of the weights that the user's own CombinedOptimizer is to update."""
+    model = nn.ModuleDict({"tables": TrimmedEBC(), "dense": nn.Linear(2, 2)})
+    inner = KeyedOptimizerWrapper(dict(model["dense"].named_parameters()), lambda of: torch.optim.Adam(of))
+    optimizer = CombinedOptimizer([inner])
+    pipeline = SimpleNamespace(_model=model, _optimizer=optimizer)
+    assert of_pipeline(pipeline) == []
+    vars(optimizer)["step"] = lambda: None
+    (line,) = of_pipeline(pipeline)
+    assert line.startswith("no graph takes the dense update: hooks, or a step in the place of CombinedOptimizer's")
 
 
 def test_a_pipeline_without_a_model_has_no_obstacle() -> None:

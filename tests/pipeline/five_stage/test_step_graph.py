@@ -67,3 +67,14 @@ def test_the_first_group_may_be_empty() -> None:
     twins.run(6)
     twins.both(at(0.01))
     assert twins.run(6) == (1, 6)
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_scaler_that_comes_later_is_heard() -> None:
+    """GradScaler leaves the scaling to a fused optimizer, by attributes for the time of a step."""
+    twins = Twins(SGD, RTOL, fused=True)
+    assert twins.run(6)[1] > 0
+    twins.both(lambda inner: vars(inner).update(grad_scale=torch.tensor(4.0), found_inf=torch.tensor(0.0)))
+    assert twins.run(1) == (0, 0)
+    twins.both(lambda inner: [delattr(inner, name) for name in ("grad_scale", "found_inf")])
+    assert twins.run(6) == (1, 6)
