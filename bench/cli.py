@@ -336,6 +336,8 @@ def _check_forwarded(command: Command, forwarded: Sequence[str]) -> None:
     for word in forwarded:
         if (flag := word.partition("=")[0].replace("_", "-")) in own:
             raise ValueError(f"{flag} is a flag of dlrm-bench and not of launch/dlrm.py: put it before --preset")
+        if flag == "--run-id":
+            raise ValueError("--run-id is set by this command: leave it out")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from dlrm_bench.bench.machine.source import git, source_hash, source_of_commit
 from dlrm_bench.bench.records.config_form import check_config
 from dlrm_bench.bench.records.record import RUN_JSON, Record, create_run_folder, read_record
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
-from dlrm_bench.bench.worktrees import environment_of, worktree
+from dlrm_bench.bench.worktrees import check_checkout, environment_of, worktree
 
 _FLAGS = """
 import json, sys
@@ -117,6 +117,7 @@ def _program_of(record: Record) -> _Program:
             f"{record.folder} is of {kind}, but {ROOT} has other source code than made it: {remedy}, "
             "and run its `dlrm-bench rerun`"
         )
+    check_checkout(ROOT)
     if git(ROOT, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         raise ValueError(f"commit {commit} of {record.folder} is not in {ROOT}: fetch it")
     notes: list[str] = []

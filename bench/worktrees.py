@@ -18,6 +18,17 @@ rm -rf "$2"
 way."""
 
 
+def check_checkout(root: Path) -> None:
+    """ValueError if `root` is no checkout, or git cannot read it: then it has no commits, whatever is fetched.
+
+    An installed package may lie within a checkout of another program, which git would find.
+    """
+    if not (root / ".git").exists() or git(root, "rev-parse", "--git-dir") is None:
+        raise ValueError(
+            f"{root} is no checkout that git can read (`git -C {root} status` says why): run `dlrm-bench` of a checkout"
+        )
+
+
 @contextmanager
 def worktree(root: Path, commit: str) -> Iterator[Path]:
     """Yields a worktree of a commit of the checkout at `root`. ValueError if git cannot make it."""

@@ -1,5 +1,6 @@
 """Flags of the doctor. Imports nothing but the standard library: --help answers at once."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,3 +44,19 @@ class DoctorOptions:
             raise ValueError(f"--fail-on {self.fail_on!r} is unknown: it takes {NEW_SYNCS}")
         if self.fail_on is not None and self.baseline is None:
             raise ValueError(f"--fail-on {NEW_SYNCS} needs --baseline, an earlier run's --json")
+        for flag, path, is_folder in (
+            ("--json", self.json, False),
+            ("--page", self.page, False),
+            ("--traces", self.traces, True),
+        ):
+            if path is not None:
+                _check_writable(flag, path.absolute(), is_folder)
+
+
+def _check_writable(flag: str, path: Path, is_folder: bool) -> None:
+    """ValueError if the path, or what is there of it, cannot be written: known before the command runs for long."""
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if there.is_dir() != (is_folder or there != path):
+        raise ValueError(f"{flag} {path} cannot be written: {there} is a {'folder' if there.is_dir() else 'file'}")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be written: {there} allows no writing")

@@ -1,7 +1,7 @@
 """The flags of dlrm-bench history and bisect, separate from the modules that they import when they run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,3 +67,9 @@ class BisectCommand:
         from dlrm_bench.bench.history.bisect_command import bisect_command
 
         return bisect_command(console, forwarded, self)
+
+    def beside_resume(self) -> list[str]:
+        """Returns the commits, and the flags beside --resume that are not at their defaults, as a user writes them."""
+        given = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        flags = [f"--{name.replace('_', '-')}" for name in given if name not in ("good", "bad", "resume")]
+        return [commit for commit in (self.good, self.bad) if commit is not None] + flags

@@ -16,7 +16,6 @@ from rich.table import Table
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.compare.command import EXIT_UNDECIDED
-from dlrm_bench.bench.forwarded import take_flag
 from dlrm_bench.bench.history.arguments import BisectCommand
 from dlrm_bench.bench.history.bisection import FEWEST_PAIRS, CannotRunError, Finding, Pair, Step, bisect
 from dlrm_bench.bench.instruments.progress import stderr_console
@@ -27,7 +26,7 @@ from dlrm_bench.bench.records.json_file import json_text, read_form
 from dlrm_bench.bench.records.record import RUN_JSON, create_run_folder, read_record
 from dlrm_bench.bench.report.rounding import with_interval
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
-from dlrm_bench.bench.worktrees import environment_of, worktree
+from dlrm_bench.bench.worktrees import check_checkout, environment_of, worktree
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
 PLAN_JSON = "bisection.json"
@@ -54,8 +53,9 @@ class Plan(TypedDict):
 def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectCommand) -> int:
     """Bisects and prints steps and answer; returns the exit status. ValueError names what cannot be used."""
     if asked.resume is not None:
-        if forwarded or asked.good is not None:
-            raise ValueError(f"--resume continues with the plan in {asked.resume}: leave commits and flags out")
+        others = [*asked.beside_resume(), *forwarded[:1]]
+        if others:
+            raise ValueError(f"--resume continues with the plan in {asked.resume}: leave out {', '.join(others)}")
         folder, plan = asked.resume, _plan_to_resume(asked.resume)
     else:
         plan = _new_plan(asked, forwarded)
@@ -132,9 +132,7 @@ def _new_plan(asked: BisectCommand, flags: Sequence[str]) -> Plan:
         raise ValueError(f"--confidence is {asked.confidence:g}: it lies between 0 and 1")
     if asked.max_pairs < FEWEST_PAIRS:
         raise ValueError(f"--max-pairs is {asked.max_pairs}: {FEWEST_PAIRS} are needed for a first look")
-    for flag in ("--run-id", "--results-dir"):
-        if take_flag(flags, flag)[0] is not None:
-            raise ValueError(f"bisect sets {flag} itself: leave it out")
+    check_checkout(ROOT)
     good, bad = commit_of(asked.good), commit_of(asked.bad)
     return Plan(
         schema=_SCHEMA,

@@ -87,7 +87,7 @@ def read_histories(folder: Path, reference: str | None = None, gap_minutes: floa
     groups: dict[str, list[Record]] = {}
     for record in sorted(timed, key=lambda each: each.run["created"]):
         groups.setdefault(_configuration(record), []).append(record)
-    histories = [_history(records, reference, timedelta(minutes=gap_minutes)) for records in groups.values()]
+    histories = [_history(records, reference, gap_minutes) for records in groups.values()]
     return sorted(histories, key=lambda each: -len(each.records))
 
 
@@ -99,8 +99,8 @@ def program_name(record: Record) -> str:
     return git["commit"][:12] + ("+" if git["dirty"] else "")
 
 
-def _history(records: Sequence[Record], reference: str | None, gap: timedelta) -> History:
-    sittings = list(_sittings(records, gap))
+def _history(records: Sequence[Record], reference: str | None, gap_minutes: float) -> History:
+    sittings = list(_sittings(records, gap_minutes))
     chosen = _reference(sittings, reference)
     points: list[Point] = []
     references: list[Side] = []
@@ -142,7 +142,7 @@ def _point(records: Sequence[Record], reference: Side | None, programs: int) -> 
     return Point(program=side.label, side=side, reference=reference, estimate=found.estimates["p50"], because=because)
 
 
-def _sittings(records: Sequence[Record], gap: timedelta) -> Iterator[list[Record]]:
+def _sittings(records: Sequence[Record], gap_minutes: float) -> Iterator[list[Record]]:
     """Yields runs on one machine, in the order of time, without a longer pause between two of them."""
     of_machines: dict[str, list[Record]] = {}
     for record in records:
@@ -150,7 +150,8 @@ def _sittings(records: Sequence[Record], gap: timedelta) -> Iterator[list[Record
     for runs in of_machines.values():
         sitting = [runs[0]]
         for before, run in pairwise(runs):
-            if _begun(run) - datetime.fromisoformat(before.run["created"]) > gap:
+            pause = _begun(run) - datetime.fromisoformat(before.run["created"])
+            if pause / timedelta(minutes=1) > gap_minutes:
                 yield sitting
                 sitting = []
             sitting.append(run)

@@ -24,12 +24,17 @@ _OPENING = "<!-- table:"
 def markdown_files(paths: Sequence[Path]) -> list[Path]:
     """Returns the named files, and README.md of each named folder and of the folders in it.
 
-    ValueError names a path that is neither.
+    ValueError names a path that is neither, or a folder without such files, or says that no path is named.
     """
+    if not paths:
+        raise ValueError("nothing is named: name Markdown files, or folders of them")
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(path.glob("*/README.md")) + sorted(path.glob("README.md"))
+            pages = sorted(path.glob("*/README.md")) + sorted(path.glob("README.md"))
+            if not pages:
+                raise ValueError(f"{path} holds no README.md: name Markdown files, or folders of them")
+            found += pages
         elif path.is_file():
             found.append(path)
         else:

@@ -177,11 +177,17 @@ def _auc(folder: Path, lines: Sequence[str]) -> Rows:
 
     One line: folder | side | side. The runs are SIDE-0, SIDE-1, ..., numbered by their seeds.
     """
+    if len(lines) != 1:
+        raise ValueError(f"one line is needed, folder | side | side, and there are {len(lines)}")
     place, a, b = _cells(lines[0], 3)
-    found = sorted((folder / place).glob(f"{a}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    if len(found) < 2:
+    seeds, others = (_seeds(folder / place, side) for side in (a, b))
+    if len(seeds) < 2:
         raise ValueError(f"{folder / place} has no run {a}-0, {a}-1 and so on: an interval needs two")
-    seeds = [path.name.rpartition("-")[2] for path in found]
+    if seeds != others:
+        raise ValueError(
+            f"{folder / place} has seeds {', '.join(seeds)} of {a}, but {', '.join(others) or 'none'} of {b}: both "
+            "sides need a run of each seed"
+        )
     aucs = {side: [_final_auc(folder / place / f"{side}-{seed}") for seed in seeds] for side in (a, b)}
     rows = [["seed", a, b, f"{b} - {a}"]]
     rows += [[s, f"{x:.6f}", f"{y:.6f}", f"{y - x:+.6f}"] for s, x, y in zip(seeds, *aucs.values(), strict=True)]
@@ -190,6 +196,14 @@ def _auc(folder: Path, lines: Sequence[str]) -> Rows:
     mean, half = float(differences.mean()), student_t((1 + CONFIDENCE) / 2, len(differences) - 1) * error
     rows.append(["mean, 95 % interval", "", "", f"{mean:+.5f} ({mean - half:+.5f} to {mean + half:+.5f})"])
     return rows
+
+
+def _seeds(folder: Path, side: str) -> list[str]:
+    """Returns the seeds of a side's runs, in order; another side's name may begin as this one's does."""
+    names = (path.name for path in folder.glob("*-*"))
+    return sorted(
+        (seed for name, _, seed in (n.rpartition("-") for n in names) if name == side and seed.isdecimal()), key=int
+    )
 
 
 def _final_auc(record: Path) -> float:

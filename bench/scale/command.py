@@ -58,6 +58,8 @@ def scale(console: Console, asked: Scale) -> int:
         raise ValueError("name at least one record: dlrm-bench scale --limits LIMITS RECORD ...")
     if min(asked.nodes, default=0) < 1 or asked.gpus_per_node < 1:
         raise ValueError("--nodes and --gpus-per-node must be whole numbers above 0")
+    if asked.global_batch_size is not None and asked.global_batch_size < 1:
+        raise ValueError(f"--global-batch-size is {asked.global_batch_size}: it must be positive")
     network = _network(asked.network, asked.network_gb_s, asked.network_us)
     topologies = [Topology(nodes=n, gpus_per_node=asked.gpus_per_node, network=network) for n in asked.nodes]
     scalings = _fits([read_record(path) for path in asked.records], asked.limits)

@@ -174,6 +174,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         (["ladder", "--launch", "true", "--host"], "--host is for local ranks"),
         (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
         (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
+        (["host", "--nproc", "1", *SMOKE, "--run_id=x"], "--run-id is set by this command: leave it out"),
         (["host"], "name either a record or --preset"),
         (["limits"], "name --from LIMITS, or --preset"),
         (["limits", "--from", str(tmp_path)], "limits.json cannot be read"),

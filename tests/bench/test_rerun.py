@@ -45,6 +45,14 @@ def test_what_cannot_be_had_again(tmp_path: Path, state: dict[str, Any], says: s
         rerun.rerun(made(tmp_path / "record", **state), 1, None, tmp_path)
 
 
+@IN_A_CHECKOUT
+def test_without_git_nothing_is_to_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = made(tmp_path / "record", commit="0123abc" * 5, dirty=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="is no checkout that git can read"):
+        rerun.rerun(record, 1, None, tmp_path)
+
+
 def test_no_processes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rerun", str(made(tmp_path / "record")), "--nproc", "0"]) == 2
     assert "--nproc is 0: at least one process is needed" in capsys.readouterr().err

@@ -315,6 +315,9 @@ def test_ranks_that_no_launcher_counts_wait_for_each_other(tmp_path, monkeypatch
         (["doctor", "--iterations", "2", "--", "true"], "--iterations 2: at least 3 are needed"),
         (["doctor", "--baseline", "none.json", "--", "true"], "none.json cannot be read"),
         (["doctor", "--", "no-such-command"], "no-such-command"),
+        (["doctor", "--traces", __file__, "--", "no-such-command"], "--traces"),
+        (["doctor", "--json", ".", "--", "no-such-command"], "is a folder"),
+        (["doctor", "--page", f"{__file__}/a.html", "--", "no-such-command"], f"{__file__} is a file"),
     ],
 )
 def test_bad_input(flags, says, capsys):

@@ -172,6 +172,18 @@ def test_the_reason_of_a_failed_run_is_said(
     assert bisected(tmp_path / "ends", commits[0], commits[5], "--ends") == (2 if status == 2 else 1)
 
 
+def test_a_folder_without_commits_is_not_told_to_fetch_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of an installed package, even within somebody's checkout of another program."""
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "0")
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr(module, "ROOT", tmp_path / "site-packages")
+    assert main(["bisect", "HEAD", "HEAD", *FLAGS]) == 2
+    assert "site-packages is no checkout that git can read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -181,8 +193,10 @@ def test_the_reason_of_a_failed_run_is_said(
         (["HEAD~2", "HEAD~1"], "changes the program: there is nothing to find"),
         (["HEAD~5", "HEAD", "--max-pairs", "2"], "--max-pairs is 2: 4 are needed"),
         (["HEAD~5", "HEAD", "--confidence", "1"], "--confidence is 1: it lies between 0 and 1"),
-        (["HEAD~5", "HEAD", "--", "--run-id", "x"], "bisect sets --run-id itself"),
+        (["HEAD~5", "HEAD", "--", "--run-id", "x"], "--run-id is set by this command"),
         (["--resume", "/nowhere"], "name the folder of a bisection"),
+        (["--resume", "/nowhere", "--max-pairs", "80"], "continues with the plan .*: leave out --max-pairs"),
+        (["--resume", "/nowhere", "--ends", "--nproc", "4"], "leave out --nproc, --ends"),
     ],
 )
 def test_what_is_wrong_is_said(

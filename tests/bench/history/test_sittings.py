@@ -173,6 +173,8 @@ def test_too_little_to_tell_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["history", str(tmp_path / "one"), "--out", str(tmp_path / "page")]) == 0
     assert "nothing is judged" in " ".join(capsys.readouterr().out.split())
     assert main(["history", str(tmp_path / "one"), "--gap-minutes", "-1"]) == 2
+    assert main(["history", str(tmp_path / "same"), "--gap-minutes", "inf"]) == 0
+    assert "in 1 sittings" in " ".join(capsys.readouterr().out.split())
     edit(tmp_path / "one" / "0000000", host={"cpu_ms": 1.0})
     assert read_record(tmp_path / "one" / "0000000").run["host"] is not None
     assert main(["history", str(tmp_path / "one")]) == 2

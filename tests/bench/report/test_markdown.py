@@ -63,6 +63,10 @@ def test_files_of_a_folder_are_its_readme_and_those_below(tmp_path: Path) -> Non
     assert markdown_files([other]) == [other]
     with pytest.raises(ValueError, match="absent does not exist"):
         markdown_files([tmp_path / "absent"])
+    (tmp_path / "empty").mkdir()
+    for nothing in ([], [tmp_path / "empty"]):
+        with pytest.raises(ValueError, match="name Markdown files, or folders of them"):
+            markdown_files(nothing)  # otherwise a --check that checks nothing passes
 
 
 @pytest.mark.parametrize(

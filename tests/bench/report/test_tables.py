@@ -164,6 +164,18 @@ def test_auc_has_the_interval_of_the_differences(tmp_path: Path) -> None:
     assert rows[2] == ["1", "0.810000", "0.813000", "+0.003000"]
     # Differences 1, 3 and 2 thousandths: 2 +- 4.303 * 1 / sqrt(3).
     assert rows[-1][-1] == "+0.00200 (-0.00048 to +0.00448)"
+    aucs(tmp_path, "a-wide", [0.9, 0.9])  # of another side, whose name begins as a's
+    assert KINDS["auc"](tmp_path, [". | a | b"]) == rows
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"), [([], "one line is needed"), ([". | a | b"], "seeds 0, 1 of a.*0, 1, 2 of b")]
+)
+def test_auc_leaves_no_run_out_in_silence(lines: list[str], says: str, tmp_path: Path) -> None:
+    aucs(tmp_path, "a", [0.80, 0.81])
+    aucs(tmp_path, "b", [0.801, 0.813, 0.822])
+    with pytest.raises(ValueError, match=says):
+        KINDS["auc"](tmp_path, lines)
 
 
 def test_an_index_takes_own_words_or_what_the_files_say(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_a_network_has_a_name_and_figures_of_its_own():
         ([STATIC, "--nodes", "0"], "--nodes and --gpus-per-node must be whole numbers above 0"),
         ([STATIC, "--network-gb-s", "0"], "--network-gb-s must be above 0"),
         ([STATIC, "--nodes", "1", "--gpus-per-node", "2", "--global-batch-size", "5"], "does not split into 2 parts"),
+        ([STATIC, "--nodes", "1", "--global-batch-size", "0"], "--global-batch-size is 0: it must be positive"),
         ([], "name at least one record"),
     ],
 )
