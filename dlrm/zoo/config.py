@@ -35,8 +35,7 @@ class BagsModel:
     """Number of dense features per sample."""
 
     def __post_init__(self) -> None:
-        for flag in ("rows", "user_features", "item_features", "multi_hot_size", "dense_in_features"):
-            require(getattr(self, flag) > 0, f"--model.{flag.replace('_', '-')} must be positive")
+        _require_positive(self, "rows", "user_features", "item_features", "multi_hot_size", "dense_in_features")
         require(self.rows < 2**31, f"--model.rows is {self.rows}: keep it below 2^31")
         require(
             self.embedding_dim > 0 and self.embedding_dim % 4 == 0,
@@ -98,6 +97,13 @@ class DlrmModel(BagsModel):
     over_hidden: tuple[int, ...] = (256, 128)
     """Widths of the top MLP's hidden layers; its last layer outputs the logit."""
 
+    def __post_init__(self) -> None:
+        BagsModel.__post_init__(self)
+        for flag in ("dense_hidden", "over_hidden"):
+            positive = all(width > 0 for width in getattr(self, flag))
+            require(positive, f"--model.{flag.replace('_', '-')}: every number must be positive")
+        require(len(self.over_hidden) > 0, "--model.over-hidden is empty: TorchRec's top MLP needs a hidden layer")
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DlrmDcnModel(DlrmModel):
@@ -108,6 +114,10 @@ class DlrmDcnModel(DlrmModel):
     cross_rank: int = 128
     """Rank of each cross layer's two factors."""
 
+    def __post_init__(self) -> None:
+        DlrmModel.__post_init__(self)
+        _require_positive(self, "cross_layers", "cross_rank")
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DlrmProjectionModel(DlrmModel):
@@ -115,6 +125,10 @@ class DlrmProjectionModel(DlrmModel):
 
     projected: int = 4
     """Number of vectors of each projection."""
+
+    def __post_init__(self) -> None:
+        DlrmModel.__post_init__(self)
+        _require_positive(self, "projected")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -124,6 +138,10 @@ class DeepFmModel(BagsModel):
     hidden: int = 256
     """Width of the bottom MLP's hidden layer."""
 
+    def __post_init__(self) -> None:
+        BagsModel.__post_init__(self)
+        _require_positive(self, "hidden")
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TwoTowersModel(BagsModel):
@@ -131,6 +149,10 @@ class TwoTowersModel(BagsModel):
 
     hidden: int = 256
     """Width of each MLP's hidden layer."""
+
+    def __post_init__(self) -> None:
+        BagsModel.__post_init__(self)
+        _require_positive(self, "hidden")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -149,7 +171,7 @@ class SequenceModel(BagsModel):
 
     def __post_init__(self) -> None:
         BagsModel.__post_init__(self)
-        require(self.longest > 0, "--model.longest must be positive")
+        _require_positive(self, "hidden", "layers", "longest")
         require(
             self.heads > 0 and self.embedding_dim % self.heads == 0,
             f"--model.heads is {self.heads}: it must divide --model.embedding-dim, which is {self.embedding_dim}",
@@ -265,3 +287,8 @@ class ZooOptimizer:
 
     def rate(self, iteration: int) -> None:
         """Returns None: both rates are constant."""
+
+
+def _require_positive(model: BagsModel, *flags: str) -> None:
+    for flag in flags:
+        require(getattr(model, flag) > 0, f"--model.{flag.replace('_', '-')} must be positive")

@@ -17,7 +17,7 @@ from torchrec.metrics.throughput import ThroughputMetric
 from .layout import Layout, Slots, layout_of
 from .pending import PendingMetrics
 from .reports import Reports
-from .state import Scratch, State, empty_state, scratch_of
+from .state import Scratch, State, empty_state, resized_rings, scratch_of
 from .update import Updater
 
 try:
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _NOT_SAVED = ("lifetime", "valid")
 """Tensors that checkpoints store under RecMetricModule's keys, in the states of its metrics."""
+_BOUND = ("_state", "_scratch", "_updater")
+"""Attributes that `_bind` makes."""
 
 
 class DeviceRecMetrics(RecMetricModule):
@@ -143,6 +145,15 @@ class DeviceRecMetrics(RecMetricModule):
     def _on_gpu(self) -> bool:
         return self._state.lifetime.is_cuda
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy keeps: all but references to this object's memory."""
+        return {name: value for name, value in self.__dict__.items() if name not in _BOUND}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fills a copy, whose updates add to its own sums."""
+        super().__setstate__(state)
+        self._bind()
+
     def _bind(self) -> None:
         """Refers to the buffers at their current device."""
         self._state = State(**dict(self.device_state.named_buffers()))
@@ -195,6 +206,11 @@ def _before_loading(
         logger.warning("the checkpoint has no windows, because RecMetricModule saves none: windows and AUC start empty")
         for name, tensor in saved.items():
             state_dict[own + name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    rings = state_dict.get(f"{own}samples")
+    if rings is not None and rings.shape[:2] == saved["samples"].shape[:2] and rings.shape != saved["samples"].shape:
+        # The window is another one, or that of another number of ranks.
+        resized = resized_rings(rings, state_dict[f"{own}seen"], saved["samples"].shape[2])
+        state_dict |= dict(zip((f"{own}samples", f"{own}seen"), resized, strict=True))
 
 
 def _after_loading(module: DeviceRecMetrics, incompatible_keys: Any) -> None:

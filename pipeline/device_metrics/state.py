@@ -73,3 +73,16 @@ def scratch_of(layout: Layout) -> Scratch:
         partial_sums=torch.zeros(len(layout.tasks), MAX_PARTS, len(SUMS), dtype=torch.float64),
         arrivals=torch.zeros(len(layout.tasks), dtype=torch.int32),
     )
+
+
+def resized_rings(samples: Tensor, seen: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Returns State.samples and State.seen for rings of another capacity, with the last samples that both can hold.
+
+    samples: float32 [A, 3, C]. seen: int64 [A].
+    """
+    resized = samples.new_zeros(*samples.shape[:2], capacity)
+    kept = seen.clamp(max=min(samples.shape[-1], capacity))
+    for ring, (total, count) in enumerate(zip(seen.tolist(), kept.tolist(), strict=True)):
+        places = torch.arange(total - count, total, device=samples.device) % samples.shape[-1]
+        resized[ring, :, :count] = samples[ring][:, places]
+    return resized, kept

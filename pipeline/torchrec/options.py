@@ -61,8 +61,7 @@ class TorchRecModelOptions:
 
     def in_host_memory(self) -> str | None:
         """Returns the first word of the constraints that keeps tables in host memory; None if there is none."""
-        shares = ((word, re.search(r"hbm:([^,]+)", word)) for word in self.constraints)
-        return next((word for word, share in shares if share and float(share[1]) < 1), None)
+        return next((word for word in self.constraints if not _device_share(word) >= 1), None)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -163,3 +162,12 @@ class FiveStageSwitches(TorchRecModelOptions, HostSwitches):
     def prefetches(self) -> bool:
         """Whether caches of tables in host memory are filled a batch ahead."""
         return True
+
+
+def _device_share(word: str) -> float:
+    """Returns the hbm:SHARE of a constraint; 1 without one; NaN if it is no number, which `constraints_on` reports."""
+    share = re.search(r"hbm:([^,]+)", word)
+    try:
+        return float(share[1]) if share else 1.0
+    except ValueError:
+        return math.nan

@@ -30,6 +30,9 @@ from .capacity import OVERFLOWS, capacity
 from .named_rows import NamedRows
 from .static_dist import AllToAll, RankGroup, Sizes, blocks_of, gather, positions
 
+_BEYOND = 2**31 - 1
+"""The row of ids beyond all rows: FBGEMM's bounds check finds it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
@@ -240,6 +243,7 @@ class CapacityDist:
             within = source.places - starts[region]
             at = source.rows_at[region] + within + before.view(-1)[bag + region]
             fits, nowhere = within < source.rooms[region], len(wire) - 1
+            rows = rows.masked_fill((rows < 0) | (rows > _BEYOND), _BEYOND)
             wire.scatter_(0, torch.where(fits, at, nowhere), rows.to(torch.int32))
             if weights is not None:
                 at = at + source.weights_at[region]

@@ -21,17 +21,22 @@ IGNORE_ZEROS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType
 class OwnedRows:
     """Maps the ids of a KJT to rows of this rank."""
 
-    first: Tensor
-    """This rank's first row of each id's table, int64 [ids]."""
+    rank: int
+    ranks: int
+    block: Tensor
+    """The number of rows of each id's table on every rank but the last, int64 [ids]."""
     count: Tensor
     """The number of this rank's rows of that table, int64 [ids]."""
 
     def local(self, ids: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns row indices within this rank [ids], in the ids' dtype, and weights [ids], fp32 or in the given
-        dtype."""
-        rows = ids - self.first
-        owned = (rows >= 0) & (rows < self.count)
-        local = torch.where(owned, rows, ids % self.count).to(ids.dtype)
+        dtype.
+
+        Ids beyond the table, and negative ones, are the last rank's: beyond its rows, for FBGEMM's bounds check.
+        """
+        ids = ids.masked_fill(ids < 0, torch.iinfo(ids.dtype).max)
+        owned = (ids // self.block).clamp(max=self.ranks - 1) == self.rank
+        local = torch.where(owned, ids - self.rank * self.block, ids % self.count).to(ids.dtype)
         if weights is None or not weights.is_floating_point():  # which TorchRec's kernels take for none
             return local, owned.to(torch.float32)
         return local, weights * owned
@@ -43,10 +48,10 @@ def owned_rows(
     """Returns the owned rows for a number of ids of each table, one table after another. hash_sizes: the tables' rows,
     of which each rank has a block of equal size (TorchRec's even row-wise sharding)."""
     blocks = [-(-rows // ranks) for rows in hash_sizes]
-    firsts = [rank * block for block in blocks]
-    counts = [min(block, rows - first) for block, rows, first in zip(blocks, hash_sizes, firsts, strict=True)]
+    counts = [min(block, rows - rank * block) for block, rows in zip(blocks, hash_sizes, strict=True)]
     repeats = torch.tensor(ids_of_tables)
-    return OwnedRows(*(torch.tensor(of).repeat_interleave(repeats).to(device) for of in (firsts, counts)))
+    of_ids = (torch.tensor(of).repeat_interleave(repeats).to(device) for of in (blocks, counts))
+    return OwnedRows(rank, ranks, *of_ids)
 
 
 def why_not_split(hash_sizes: Sequence[int], ranks: int) -> str | None:

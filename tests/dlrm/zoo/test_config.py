@@ -6,7 +6,10 @@ import pytest
 
 from dlrm_bench.dlrm.optimizers import SGD, Adagrad, RowWiseAdagrad
 from dlrm_bench.dlrm.zoo.config import (
+    DeepFmModel,
+    DlrmDcnModel,
     DlrmModel,
+    DlrmProjectionModel,
     RandomData,
     SequenceModel,
     TwoTowersModel,
@@ -34,6 +37,17 @@ def test_optimizers_are_values() -> None:
         (DlrmModel, {"rows": 2**31}, "--model.rows is 2147483648: keep it below"),
         (DlrmModel, {"embedding_dim": 6}, "--model.embedding-dim is 6: FBGEMM"),
         (DlrmModel, {"table_scale": 2.0}, "--model.table-scale is 2.0"),
+        (DlrmModel, {"dense_hidden": (256, 0)}, "--model.dense-hidden: every number must be positive"),
+        (DlrmModel, {"over_hidden": (-8,)}, "--model.over-hidden: every number must be positive"),
+        (DlrmModel, {"over_hidden": ()}, "--model.over-hidden is empty"),
+        (DlrmDcnModel, {"cross_layers": -1}, "--model.cross-layers must be positive"),
+        (DlrmDcnModel, {"cross_rank": 0}, "--model.cross-rank must be positive"),
+        (DlrmDcnModel, {"over_hidden": (0,)}, "--model.over-hidden: every number must be positive"),
+        (DlrmProjectionModel, {"projected": 0}, "--model.projected must be positive"),
+        (DeepFmModel, {"hidden": -1}, "--model.hidden must be positive"),
+        (TwoTowersModel, {"hidden": 0}, "--model.hidden must be positive"),
+        (SequenceModel, {"hidden": -3}, "--model.hidden must be positive"),
+        (SequenceModel, {"layers": -1}, "--model.layers must be positive"),
         (SequenceModel, {"heads": 3}, "--model.heads is 3: it must divide"),
         (SequenceModel, {"item_features": 0}, "--model.item-features must be positive"),
         (RandomData, {"random_batches": 0}, "--data.random-batches must be positive"),

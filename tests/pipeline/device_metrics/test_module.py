@@ -199,6 +199,37 @@ def test_resumed_metrics_go_on_to_the_bit(options: dict[str, Any]) -> None:
     assert_same_values(resumed.compute(), kept.compute(), 0.0)
 
 
+def test_a_copy_has_sums_of_its_own() -> None:
+    of = tasks(2)
+    metrics, expected = (made(DeviceRecMetrics, config(of)) for _ in range(2))
+    updated([metrics, expected], of, SIZES[:3])
+    values = metrics.compute()
+    copied = copy.deepcopy(metrics)
+    updated([copied, expected], of, SIZES[:3], seed=9)  # forms that the original knows
+    assert_same_values(metrics.compute(), values, 0.0)
+    assert_same_values(copied.compute(), expected.compute(), 0.0)
+    copied.load_state_dict(metrics.state_dict())
+    assert_same_values(copied.compute(), values, 0.0)
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (1, 3)])
+@pytest.mark.parametrize("sizes", [(5, 6), SIZES, (45, 90)])
+def test_a_run_goes_on_with_other_windows_of_a_rank(before: int, now: int, sizes: tuple[int, ...]) -> None:
+    """A rank's window depends on the number of ranks: AUC's last samples go on, as many as both windows hold."""
+    of = tasks(2)
+    saved, kept = (made(DeviceRecMetrics, config(of), world_size=ranks) for ranks in (before, now))
+    updated([saved, kept], of, sizes)
+    resumed = made(DeviceRecMetrics, config(of), world_size=now)
+    state = saved.state_dict()
+    resumed.load_state_dict(copy.deepcopy(state))
+    assert all(torch.equal(saved.state_dict()[key], tensor) for key, tensor in state.items())
+    assert torch.equal(
+        resumed.device_state.seen.clamp(max=90), kept.device_state.seen.clamp(max=90 // max(before, now))
+    )
+    updated([kept, resumed], of, (10,) * 14, seed=9)  # fills the windows of all sums
+    assert_same_values(resumed.compute(), kept.compute(), 1e-12)
+
+
 def test_checkpoints_of_rec_metric_module_are_taken_and_given(caplog: pytest.LogCaptureFixture) -> None:
     """Lifetime values go on in both; windows start empty, as TorchRec saves none."""
     of = tasks(2)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,3 +81,12 @@ def test_flags_are_known_without_torch() -> None:
 def test_raw_ids_are_refused_by_the_flag(pipeline: str) -> None:
     with pytest.raises(ValueError, match=r"--model\.raw-ids: the tables of --pipeline torchrec and five-stage have"):
         changed(small(), pipeline, model=replace(SMALL_MODEL, raw_ids=True))
+
+
+@pytest.mark.parametrize("kind", [FiveStageSwitches, partial(TorchRecOptions, schedule="prefetch-sparse-dist")])
+def test_a_share_that_is_no_number_is_named_with_its_flag(kind: Any) -> None:
+    options = kind(constraints=("1=hbm:0,2",))
+    assert options.in_host_memory() == "1=hbm:0,2"
+    options = kind(constraints=("1=hbm:half",))
+    with pytest.raises(ValueError, match="--constraints 1=hbm:half: hbm:half is not a share"):
+        options.constraints_on(SMALL_MODEL.tables)

@@ -146,6 +146,28 @@ def test_weights_that_are_integers_count_for_none(run_ranks: Callable[..., Any])
     run_ranks(2, integers)
 
 
+def beyond_all_tables(ranks: Ranks) -> list[list[int]]:
+    """The rows that this rank looks up for one id of each feature that no table has."""
+    ebc = trimmed(Case(RW), ranks, row_capacity=HEADROOM).ebc
+    found = []
+    for wrong in (2**33 + 4, 2**32 * ranks.world_size, -5):
+        features = batches(Case(RW), ranks, (40,))[0].sparse_features
+        for key in ("f0", "f1", "f2", "f3", "f4"):
+            features.values()[features.offset_per_key()[features.keys().index(key)]] = wrong
+        with ebc.by_capacity():
+            (looked_up,) = ebc.input_dist(ebc.create_context(), features).wait().wait()
+        found.append([int(looked_up[key].values().max()) for key in looked_up.keys()])  # noqa: SIM118 no dict
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ids_of_64_bits_beyond_all_tables_stay_beyond_them(run_ranks: Callable[..., Any], world_size: int) -> None:
+    """They reach FBGEMM's bounds check, as in stock TorchRec, instead of rows that they do not name."""
+    of_ranks = run_ranks(world_size, beyond_all_tables)
+    for largest in zip(*of_ranks, strict=True):
+        assert all(max(of_feature) == 2**31 - 1 for of_feature in zip(*largest, strict=True))
+
+
 class Reads(TorchDispatchMode):
     """Counts what makes the host wait for a GPU."""
 

@@ -28,6 +28,17 @@ def test_each_id_counts_at_the_rank_that_has_its_row(dtype: torch.dtype, weighte
     assert torch.equal(total, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_beyond_a_table_reach_the_bounds_check_of_the_last_rank(dtype: torch.dtype) -> None:
+    """FBGEMM then warns, or raises, as in stock TorchRec: no wrong id becomes a vector of zeros in silence."""
+    wrong = torch.tensor([10, 11, 12, 500, -1, -7, torch.iinfo(dtype).max], dtype=dtype)
+    for rank, rows in enumerate((4, 4, 2)):
+        local, own = owned_rows([10], [len(wrong)], rank, 3, CPU).local(wrong, None)
+        assert own.tolist() == [float(rank == 2)] * len(wrong)
+        assert bool((local >= rows).all()) == (rank == 2)
+        assert bool(((local >= 0) & (local < rows)).all()) == (rank < 2)
+
+
 def test_weights_that_are_integers_count_for_none() -> None:
     """As in TorchRec's kernels."""
     _, own = owned_rows([10], [4], 0, 2, CPU).local(torch.tensor([1, 7, 8, 2]), torch.tensor([5, 5, 5, 5]))
