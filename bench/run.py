@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,13 +24,14 @@ from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.instruments.schedule import Schedule, epoch_iterations, plan_schedule
 from dlrm_bench.bench.instruments.stall import StallWatch
 from dlrm_bench.bench.instruments.telemetry import RunMonitor
-from dlrm_bench.bench.machine.description import describe_machine, platform_name
+from dlrm_bench.bench.machine.description import describe_machine
 from dlrm_bench.bench.machine.page_cache import drop_page_cache
 from dlrm_bench.bench.machine.source import git_state
-from dlrm_bench.bench.mlperf.division import counted_samples, division_of
+from dlrm_bench.bench.mlperf.division import counted_samples
+from dlrm_bench.bench.mlperf.header import log_header, log_of_before
 from dlrm_bench.bench.mlperf.log import MLPerfLog, RunStatus
 from dlrm_bench.bench.obstacles import check_machine
-from dlrm_bench.bench.records.schema import Machine, RunRecord, Telemetry, TrainingStatus
+from dlrm_bench.bench.records.schema import RunRecord, Telemetry, TrainingStatus
 from dlrm_bench.bench.run_files import (
     LOG_NAME,
     agree_on_folder,
@@ -288,10 +289,12 @@ def run(
         folder = agree_on_folder(config, ranks, machine)
         log = MLPerfLog(folder / LOG_NAME if ranks.rank == 0 else None, counted_samples(config, dataset))
         if resumed is None:
-            _log_init(config, ranks, log, machine, dataset, schedule)
+            if config.mlperf.clear_cache and ranks.local_rank == 0:
+                drop_page_cache()
+            log_header(log, config, machine, dataset, schedule)
         else:
             schedule = schedule.resumed(resumed.first)
-            log.go_on(resumed.state["mlperf_log"])
+            log_of_before(log, resumed.state["mlperf_log"], config, dataset, schedule)
         BEGINNING.now("builds its pipeline")
         pipeline = build_pipeline(config, config.pipeline, ranks)
         BEGINNING.now("reads its checkpoint", by_bytes=True)
@@ -378,23 +381,3 @@ def _check_target(config: RunConfig, best_auc: float | None) -> None:
             f"--target-auc {config.target_auc} is above {best_auc:.5f}, the best that any model can reach on the "
             f"planted data of {config.data.path}: lower it"
         )
-
-
-def _log_init(
-    config: RunConfig, ranks: Ranks, log: MLPerfLog, machine: Machine, dataset: Dataset, schedule: Schedule
-) -> None:
-    if config.mlperf.clear_cache and ranks.local_rank == 0:
-        drop_page_cache()
-    log.cache_clear(config.mlperf.clear_cache)
-    log.init_start()
-    division, obstacles = division_of(config, dataset, schedule.global_batch_size)
-    if obstacles and not config.data.is_random and ranks.rank == 0:
-        LOGGER.warning("--mlperf.division closed: logged as open, because %s", "; ".join(obstacles))
-    log.submission(
-        config.benchmark, replace(config.mlperf, division=division), config.mlperf.platform or platform_name(machine)
-    )
-    ruleset = named(config.benchmark).ruleset
-    if ruleset is not None:
-        train_samples = dataset.train_samples or round(schedule.iterations_per_epoch * schedule.global_batch_size)
-        sizes = (schedule.global_batch_size, train_samples, dataset.eval_samples)
-        log.hyperparameters(ruleset.hyperparameters(config, *sizes))

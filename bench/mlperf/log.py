@@ -112,6 +112,11 @@ class MLPerfLog:
                 self._file.write(lines)
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank writes the log."""
+        return self._file is not None
+
+    @property
     def text(self) -> str:
         """The log so far, even if the file could not be written."""
         return "" if self._file is None else "".join(self._file.lines)
