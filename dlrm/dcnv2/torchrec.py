@@ -12,7 +12,7 @@ from torchrec.datasets.utils import Batch as TorchRecBatch
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.models.dlrm import DLRM_DCN, DLRMTrain
 
-from dlrm_bench.dlrm.config import TrainingConfig
+from dlrm_bench.dlrm.config import TrainingConfig, require
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.in_place import empty_like, fill_on
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
@@ -23,10 +23,16 @@ from dlrm_bench.dlrm.torchrec_model import DeclaredSizes, TorchRecModel
 
 
 def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
-    """Returns DLRMTrain(DLRM_DCN) with the initial dense weights of our DenseNetwork."""
+    """Returns DLRMTrain(DLRM_DCN) with the initial dense weights of our DenseNetwork. ValueError for a top MLP of one
+    layer."""
     model, optimizer, pin = config.model, config.optimizer, ranks.device.type == "cuda"
     assert isinstance(model, ModelConfig)
     assert isinstance(optimizer, OptimizerConfig)
+    require(
+        len(model.top_mlp) > 1,
+        f"--model.top-mlp {model.top_mlp[0]}: TorchRec's DLRM needs at least two layers: add one, or choose --pipeline "
+        "static",
+    )
     unsharded = build_unsharded(model, config.seed, ranks.device)
     sizes = dict(zip(model.feature_names, model.multi_hot_sizes, strict=True))
 
