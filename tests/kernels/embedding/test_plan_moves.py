@@ -86,7 +86,7 @@ def test_triton_equals_plain(shapes: list[tuple[int, int, int, int, int]], monke
     for seed in range(5):
         batch = [batch_of(shape[0], shape[4], seed, first) for shape, first in zip(shapes, firsts, strict=False)]
         plain_plan_moves(batch, states[0], plain)
-        PlanMoves(batch, states[1], triton).triton(block=16)
+        PlanMoves(batch, states[1], triton).triton(block=16, window_block=8)
         check_equal(*states)
         for pool, (one, other) in enumerate(zip(plain, triton, strict=True)):
             assert one.early.tolist() == other.early.tolist()
