@@ -8,7 +8,7 @@ reports it to the next `raise_flag`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,12 +119,13 @@ class GradientTables:
     _KEPT = 4
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._of: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}
 
     def of(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns address, int64, and number of elements, int32, of each block of at most _BLOCK; the host waits for
-        the device if it has not seen these addresses recently."""
-        key = tuple(gradient.data_ptr() for gradient in gradients)
+        the device if it has not seen these addresses and sizes recently."""
+        # Gradients that exist in turn find one another's memory again: an address alone does not tell the size.
+        key = tuple((gradient.data_ptr(), gradient.numel()) for gradient in gradients)
         if key not in self._of:
             if len(self._of) == self._KEPT:
                 self._of.clear()
@@ -142,34 +143,59 @@ class GradientTables:
         return self._of[key]
 
 
-def clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
-    """Sets all gradients to zero if a flag is raised, or if any gradient or its square is not finite, which is reported
-    in `bad`: either all gradients are used, or none.
+def report_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Reports in `bad`, unless a flag is raised, if any gradient or its square is not finite; changes no gradient. With
+    `clear_reported` after all reports, either all gradients are used, or none.
 
     gradients: fp32, contiguous, on one device. tables: pass the same object for the same gradients, for speed.
     """
+    _together(watch, gradients, tables, triton_report_together, plain_report_together)
+
+
+def clear_reported(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Sets all gradients to zero if a flag is raised or anything is reported in `bad`. Arguments: see
+    `report_together`."""
+    _together(watch, gradients, tables, triton_clear_reported, plain_clear_reported)
+
+
+_Together = Callable[[Watch, Sequence[Tensor], GradientTables], None]
+
+
+def _together(
+    watch: Watch, gradients: Sequence[Tensor], tables: GradientTables, triton: _Together, plain: _Together
+) -> None:
     assert all(gradient.is_contiguous() for gradient in gradients), "contiguous gradients"
     assert all(gradient.dtype == torch.float32 for gradient in gradients), "fp32 gradients"
     if gradients:
-        clear = triton_clear_together if gradients[0].is_cuda else plain_clear_together
-        clear(watch, gradients, tables)
+        (triton if gradients[0].is_cuda else plain)(watch, gradients, tables)
 
 
-def plain_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
-    """Computes `clear_together` in PyTorch."""
+def plain_report_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Computes `report_together` in PyTorch."""
     whole = torch.stack([(gradient * gradient).isfinite().all() for gradient in gradients]).all()
     watch.bad.masked_fill_(~whole & ~watch.stopped.any(), 1)
+
+
+def plain_clear_reported(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Computes `clear_reported` in PyTorch."""
     for gradient in gradients:
         gradient.masked_fill_(watch.stopped.any() | watch.bad.any(), 0)
 
 
-def triton_clear_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
-    """Computes `clear_together` in two kernels; the second ends at once if there is nothing to clear."""
+def triton_report_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Computes `report_together` in one kernel."""
+    _launch_together(watch, gradients, tables, clears=False)
+
+
+def triton_clear_reported(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables) -> None:
+    """Computes `clear_reported` in one kernel, which ends at once if there is nothing to clear."""
+    _launch_together(watch, gradients, tables, clears=True)
+
+
+def _launch_together(watch: Watch, gradients: Sequence[Tensor], tables: GradientTables, clears: bool) -> None:
     addresses, counts = tables.of(gradients)
-    for clears in (False, True):
-        _clear_together_kernel[(len(counts),)](
-            *watch, gradients[0], addresses, counts, len(watch.stopped), clears, _BLOCK
-        )
+    sizes = (len(watch.stopped), clears, _BLOCK)
+    _together_kernel[(len(counts),)](*watch, gradients[0], addresses, counts, *sizes)
 
 
 @jit
@@ -231,7 +257,7 @@ def _raise_flag_kernel(
 
 
 @jit
-def _clear_together_kernel(
+def _together_kernel(
     stopped, bad, like, addresses, counts, flags: tl.constexpr, clears: tl.constexpr, block: tl.constexpr
 ) -> None:
     stops = is_stopped(stopped, flags)

@@ -63,7 +63,7 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_add_up_kernel": ("loss", DENSE),
     "_raise_flag_kernel": ("non_finite", DENSE),
     "_clear_gradients_kernel": ("non_finite", EMBEDDING_BACKWARD),
-    "_clear_together_kernel": ("non_finite", DENSE_UPDATE),
+    "_together_kernel": ("non_finite", DENSE_UPDATE),
     "_row_sums_kernel": ("row_sums", EMBEDDING_BACKWARD),
     "_sorted_adagrad_kernel": ("sorted_adagrad", EMBEDDING_BACKWARD),
     "sorted_adagrad": ("sorted_adagrad", EMBEDDING_BACKWARD),

@@ -58,9 +58,10 @@ from dlrm_bench.kernels.non_finite import (
     GradientTables,
     Watch,
     clear_gradients,
-    clear_together,
+    clear_reported,
     cleared_gradients,
     raise_flag,
+    report_together,
 )
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 
@@ -315,8 +316,9 @@ def non_finite_cases() -> Iterator[Case]:
         copied = partial(cleared_gradients, Watch(flags.own, bad[:1]), of)
         yield Case("cleared_gradients", f"{list(of.shape)}, {name}, nothing to clear", 2 * of.nbytes, copied)
     of_dense = list(torch.rand(16, 1_000_000, device="cuda").unbind())
-    run = partial(clear_together, Watch(flags.own, bad[:1]), of_dense, GradientTables())
-    yield Case("clear_together", "16 of 1 M elements, fp32, nothing to clear", 64_000_000, run)
+    for together, nbytes in ((report_together, 64_000_000), (clear_reported, 0)):
+        run = partial(together, Watch(flags.own, bad[:1]), of_dense, GradientTables())
+        yield Case(together.__name__, "16 of 1 M elements, fp32, nothing to clear", nbytes, run)
 
 
 CASES = {

@@ -1,10 +1,12 @@
 """Stage 5 within the graph of a whole iteration: the step of the user's optimizer, if it only launches work.
 
 A replay runs no Python. So every optimizer involved must be known to do nothing else in its step: TorchRec's wrappers,
-torch's optimizers that StepWork supports, and types with a true attribute `runs_in_graphs`.
+torch's optimizers that StepWork supports, and types with a true attribute `runs_in_graphs`. These may have a method
+`gradients_reduced(parameters, gradients)`, which launches work on the mean of some gradients as soon as it is known,
+beside the backward that makes the others.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +36,7 @@ class CapturedUpdate:
         self._all = list(_within(optimizer))
         self._fused = [of for of in self._all if isinstance(of, FusedOptimizer)]
         self._clipping = [of for of in self._all if isinstance(of, GradientClippingOptimizer)]
+        self._early = [of.gradients_reduced for of in self._all if hasattr(of, "gradients_reduced")]
         self._norms: dict[Any, Tensor] = {}
         """Norms of the gradients in the last step, by clipping optimizer, in memory that all graphs write."""
         self._rates: list[Any] = []
@@ -71,6 +74,11 @@ class CapturedUpdate:
         capture."""
         for _, work in self._works:
             work.prepare_once()
+
+    def gradients_reduced(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        """Launches what optimizers do with gradients whose mean over the ranks is known, before `step`."""
+        for early in self._early:
+            early(parameters, gradients)
 
     def step(self) -> None:
         """Steps, with the prepared work instead of the inner steps: in a capture, or eagerly in the same way."""

@@ -181,16 +181,20 @@ class DenseGraph:
         after: "torch.cuda.Event | None",
         streams: StageStreams,
         peers: "Peers | None",
+        reduced: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
     ) -> None:
         """Stores all gradients and computes their mean over the ranks, on the current stream: those that the backward
-        made first before it has made the others. after: event after which those of the processors are made. All
-        gradients must live until this stream's work is awaited. Collective."""
+        made first before it has made the others. after: event after which those of the processors are made. reduced:
+        called for each bucket, after its mean. All gradients must live until this stream's work is awaited.
+        Collective."""
         grads = [*made.of_weights, *of_processors]
         at = [*made.weights_at, *(Mark(made.end.turn + 1, after) for _ in of_processors)]
         for bucket in self.gradients.buckets:
             streams.wait(last_of(at[i] for i in bucket.members))
             self.gradients.keep([grads[i] for i in bucket.members], bucket.members)
             self.gradients.mean(peers, bucket)
+            views = [self.gradients.views[i] for i in bucket.members]
+            reduced([self.parameters[i] for i in bucket.members], views)
 
     def capture_alone(self) -> None:
         """Begins to capture the dense part in graphs of its own, where an iteration's graph was to hold it."""

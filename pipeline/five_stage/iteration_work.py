@@ -111,7 +111,8 @@ class IterationWork:
         the latter are made."""
         with self.streams.on("dense_update"):
             with stage("dense_forward_backward", self.device):
-                self.dense.reduce(made, of_modules, after, self.streams, self.peers)
+                reduced = self.update.gradients_reduced
+                self.dense.reduce(made, of_modules, after, self.streams, self.peers, reduced)
                 self.dense.gradients.publish()
             self.streams.wait(made.end.event)  # until then the backward may read what the update writes
             with stage("dense_update", self.device):

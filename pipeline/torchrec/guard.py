@@ -20,7 +20,8 @@ dense weight changes, but tables do. Gradients of looked-up vectors are known on
 zeroed, everything else of their iteration changes, and from the next iteration on nothing changes on any rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -35,7 +36,7 @@ from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.dense.tallies import GRADIENTS, Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import Priority
-from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_together, cleared_gradients
+from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_reported, cleared_gradients, report_together
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 
 _DENSE = f"dense {GRADIENTS}"
@@ -165,15 +166,31 @@ class _GradientGate(KeyedOptimizer):
     def __init__(self, watch: Watch, parameters: list[nn.Parameter], skip: list[Tensor], looks: BesideBackward) -> None:
         """skip: the flags to write; empty if no optimizer needs one. looks: write the flags of `watch`."""
         super().__init__({}, {}, [])
-        self._watch, self._gated, self._skip, self._tables = watch, parameters, skip, GradientTables()
-        self._looks = looks
+        self._watch, self._gated, self._skip, self._looks = watch, parameters, skip, looks
+        self._ids = set(map(id, parameters))
+        self._reported: list[set[int]] = []
+        """Addresses of the gradients, part by part, that `gradients_reduced` has looked at in this iteration."""
+        self._tables, self._rest = GradientTables(), GradientTables()
+        self._of_parts: dict[int, GradientTables] = defaultdict(GradientTables)
+
+    def gradients_reduced(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        """Looks at a part of the gradients, beside the backward that makes the others; `step` looks at the rest. Their
+        memory must stay until then."""
+        gated = [of for p, of in zip(parameters, gradients, strict=True) if id(p) in self._ids]
+        self._looks.wait()
+        report_together(self._watch, gated, self._of_parts[len(self._reported)])
+        self._reported.append(set(map(Tensor.data_ptr, gated)))
 
     def step(self, closure: Any = None) -> None:
         """Zeroes all gradients, and sets flags to one, if a loss or any of the gradients was not finite."""
         self._looks.wait()
-        clear_together(self._watch, [p.grad for p in self._gated if p.grad is not None], self._tables)
+        gradients, reported = [p.grad for p in self._gated if p.grad is not None], set[int]().union(*self._reported)
+        report_together(self._watch, [of for of in gradients if of.data_ptr() not in reported], self._rest)
+        clear_reported(self._watch, gradients, self._tables)
+        self._reported.clear()
         for flag in self._skip:
             torch.maximum(self._watch.stopped[0], self._watch.bad[0], out=flag)  # one flag stands for all ranks
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: another optimizer owns the gradients."""
+        """Forgets what `gradients_reduced` has looked at. Another optimizer owns the gradients."""
+        self._reported.clear()

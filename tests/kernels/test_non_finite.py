@@ -20,13 +20,15 @@ from dlrm_bench.kernels.non_finite import (
     GradientTables,
     Watch,
     plain_clear_gradients,
-    plain_clear_together,
+    plain_clear_reported,
     plain_cleared_gradients,
     plain_raise_flag,
+    plain_report_together,
     triton_clear_gradients,
-    triton_clear_together,
+    triton_clear_reported,
     triton_cleared_gradients,
     triton_raise_flag,
+    triton_report_together,
 )
 from dlrm_bench.kernels.peer_tensors import PeerTensors
 from tests.kernels.devices import DEVICE, needs_triton
@@ -114,7 +116,24 @@ def test_a_cleared_copy_is_what_clearing_leaves(
     assert cleared(Watch(stopped, bad), gradients[:0]).shape == gradients[:0].shape
 
 
-@pytest.mark.parametrize("clear", twins(plain_clear_together, triton_clear_together))
+def together(report: Callable[..., None], clear: Callable[..., None]) -> Callable[..., None]:
+    """Returns a function that reports, which changes nothing, and clears."""
+
+    def both(watch: Watch, gradients: list[Tensor], tables: GradientTables) -> None:
+        before = [gradient.clone() for gradient in gradients]
+        report(watch, gradients, tables)
+        assert all(of.equal(was) or of.isnan().any() for of, was in zip(gradients, before, strict=True))
+        clear(watch, gradients, tables)
+
+    return both
+
+
+TOGETHER = twins(
+    together(plain_report_together, plain_clear_reported), together(triton_report_together, triton_clear_reported)
+)
+
+
+@pytest.mark.parametrize("clear", TOGETHER)
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 1e20, None])
 def test_gradients_are_cleared_together(clear: Callable[..., None], bad: float | None) -> None:
     """1e20: its square is not finite."""
@@ -136,6 +155,18 @@ def test_gradients_are_cleared_together(clear: Callable[..., None], bad: float |
     assert not memory[:20_001].any()
     assert not memory[25_000:25_013].any()
     assert watch.bad == 0
+
+
+@pytest.mark.parametrize("clear", TOGETHER)
+def test_a_longer_gradient_at_the_address_of_a_shorter_one_is_cleared_whole(clear: Callable[..., None]) -> None:
+    """Parameters that have gradients in turn find the same memory again: the allocator hands it out by size class."""
+    memory, tables, watch = torch.rand(100, device=DEVICE), GradientTables(), watch_of()
+    clear(watch, [memory[:60]], tables)
+    assert watch.bad == 0
+    memory[80] = torch.nan
+    clear(watch, [memory], tables)
+    assert watch.bad == 1
+    assert not memory.any()
 
 
 UPDATES: dict[str, tuple[Callable[..., None], ...]] = {
