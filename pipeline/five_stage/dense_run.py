@@ -153,12 +153,10 @@ class DenseRun:
         put_back = snapshot(self._model, self._sharded, self._device)
         again = copy_of(batch, {id(kjt): kjt for kjt in features})  # a forward may change the batch in place
         watch = OwnCollectives(self._model) if self._group.size() > 1 else None
-        result, made, own = None, None, None
+        result, turns, own = None, list[int](), None
         try:
             with watch or nullcontext():
-                made = self.make(batch, features, outputs.leaves(), lookups, mark=lambda: None)
-                self._keep(made.of_weights)
-                result = made.output, made.of_values
+                result, turns = self._in_turn(batch, features, outputs.leaves(), lookups)
         except Exception as error:
             own = error
         exchanges = watch is not None and watch.seen
@@ -173,16 +171,23 @@ class DenseRun:
                 if own is None
                 else f"{type(own).__name__}: {own}"
             )
-            result = own = made = None  # frees the activations that they hold
+            result, turns, own = None, [], None  # frees the activations that they hold
             result = self._backward(again, features, outputs.leaves(), lookups)
         self._agree_on_uses()
-        self._agree_on_order(made)
+        self._agree_on_order(turns)
         return result
 
-    def _agree_on_order(self, made: Made | None) -> None:
+    def _in_turn(
+        self, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, lookups: Lookups
+    ) -> tuple[tuple[Any, list[Tensor | None]], list[int]]:
+        """Does what `run` does; also returns the turn in which the backward has made each parameter's gradient."""
+        made = self.make(batch, features, outputs, lookups, mark=lambda: None)
+        self._keep(made.of_weights)
+        return (made.output, made.of_values), [mark.turn for mark in made.weights_at]
+
+    def _agree_on_order(self, turns: Sequence[int]) -> None:
         """Lays the gradients out in the order in which the first backward has made them, if it is the same on all
-        ranks. Collective."""
-        turns = [] if made is None else [mark.turn for mark in made.weights_at]
+        ranks. turns: see `_in_turn`; empty: no order. Collective."""
         order = sorted(range(len(turns)), key=lambda i: (turns[i], -i))
         if order and all(other == order for other in of_all_ranks(order, self._group)):
             self._gradients.order(order)
