@@ -6,6 +6,7 @@ which are no ranks. A wrapped function costs one more call until the rank reache
 
 import functools
 import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ def install() -> None:
     state.settings = settings_of(os.environ)
     if state.settings is not None:
         sys.meta_path.insert(0, _Watcher())
+        _watch_alarm()
 
 
 def boundary(found_by: str) -> None:
@@ -56,6 +58,18 @@ def boundary(found_by: str) -> None:
 
         state.examination = Examination(state.settings)
     state.examination.boundary(found_by)
+
+
+def _watch_alarm() -> None:
+    """Notes whether the script uses the sampler's signal: after a limit of time, nothing else shows it."""
+    set_handler = signal.signal
+
+    @functools.wraps(set_handler)
+    def noting(signalnum: int, handler: Any) -> Any:
+        state.alarmed |= signalnum == signal.SIGALRM
+        return set_handler(signalnum, handler)
+
+    signal.signal = noting
 
 
 class _Watcher(MetaPathFinder):

@@ -34,6 +34,8 @@ class ProcessState:
     """The pipeline whose progress() ran last, held weakly: a call that gives it, or None."""
     leader: int | None = None
     """The optimizer whose steps are iterations, by id: the first one that made a step."""
+    alarmed = False
+    """Whether the script has ever set a handler of SIGALRM, such as for a limit of time of each of its steps."""
 
 
 state = ProcessState()

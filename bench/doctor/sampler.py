@@ -19,6 +19,7 @@ from contextlib import suppress
 from types import FrameType
 
 from .marks import SeenStacks, compiles, walk, with_text
+from .process_state import state
 from .rank_file import Stacks
 
 _SWITCH_S = 50e-6
@@ -69,7 +70,8 @@ class Sampler:
         """Begins to sample."""
         self._began, self._cpu_before = time.perf_counter(), time.clock_gettime(self._clock)
         self._before = self._began
-        unused = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        unused = free and not state.alarmed
         main = threading.current_thread() is threading.main_thread()
         # Within a compiled function torch.compile would compile the handler too.
         if main and unused and not compiles() and self._open_pipe():

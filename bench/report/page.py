@@ -89,8 +89,9 @@ def _read(paths: Sequence[Path], console: Console) -> Sources:
         bar.show(len(found), "read")
     if not any((sources.ladders, sources.timed, sources.profiled, sources.limits, sources.logs)):
         unfinished = f"; {len(sources.unfinished)} unfinished runs" if sources.unfinished else ""
+        untimed = f"; {len(sources.untimed)} runs that ended within their warm-up" if sources.untimed else ""
         where = ", ".join(map(str, paths))
-        raise ValueError(f"nothing to report in {where}: no record, ladder, limits or MLPerf log{unfinished}")
+        raise ValueError(f"nothing to report in {where}: no record, ladder, limits or MLPerf log{unfinished}{untimed}")
     return sources
 
 

@@ -242,13 +242,18 @@ def _conditions_in_words(record: Record) -> str:
 
 
 def series_marks(record: Record) -> plots.SeriesMarks:
-    """Returns the events of a run, in iterations. The MLPerf log places evaluations by their fraction of the epoch."""
+    """Returns the events of a run, in its own iterations. The MLPerf log places evaluations by their fraction of the
+    epoch; that of a run that resumed begins with the evaluations before, which are left out."""
     conditions, training, n = record.run.get("conditions"), record.run["training"], record.iterations_ms.shape[1]
+    checkpoints = record.run.get("checkpoints")
+    resumed = checkpoints["resumed"] if checkpoints else None
+    before = resumed["iteration"] if resumed else 0
     evals: list[int] = []
     log = record.folder / "result_0.txt"
     if log.exists() and training and training["epoch_num"]:
         epochs = read_mlperf_log(log)[0].eval_epochs
-        evals = [round(epoch / training["epoch_num"] * n) for epoch in epochs]
+        places = (round(epoch / training["epoch_num"] * (before + n)) - before for epoch in epochs)
+        evals = [place for place in places if place > 0]
     return plots.SeriesMarks(
         evals=evals,
         collections=conditions["gc_iterations"] if conditions else (),

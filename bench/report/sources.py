@@ -75,12 +75,16 @@ class Sources:
     logs: list[Side] = field(default_factory=list)
     unfinished: list[Path] = field(default_factory=list)
     """Folders of unfinished runs, with an MLPerf log and no record."""
+    untimed: list[Path] = field(default_factory=list)
+    """Folders of records without a latency: their runs ended within the warm-up."""
     copies: list[str] = field(default_factory=list)
     """Sentences on duplicates."""
 
     def notes(self) -> list[str]:
         """Returns sentences on omissions, with reasons."""
-        return [f"{folder} is an unfinished run and is left out" for folder in self.unfinished] + self.copies
+        unfinished = [f"{folder} is an unfinished run and is left out" for folder in self.unfinished]
+        untimed = [f"{folder} ended within its warm-up and is left out" for folder in self.untimed]
+        return [*unfinished, *untimed, *self.copies]
 
 
 def machine_in_words(machine: Machine) -> str:
@@ -122,6 +126,8 @@ def read_sources(found: Sequence[tuple[Kind, Path]], show: Callable[[int, Path],
                 sources.profiled.append(record)
             elif record.run["latency_ms"] is not None:
                 sources.timed.append(record)
+            else:
+                sources.untimed.append(path)
         elif kind == "logs":
             sources.logs.append(read_side(path))
         else:

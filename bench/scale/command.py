@@ -1,6 +1,6 @@
 """Prints and plots the predictions of the model: dlrm-bench scale."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from rich.table import Table
 from dlrm_bench.bench.profile.kernel_names import STAGES
 from dlrm_bench.bench.records.limits import read_limits
 from dlrm_bench.bench.records.record import Record, read_record
+from dlrm_bench.bench.records.schema import RunRecord
 from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.scale import unpooled
 from dlrm_bench.bench.scale.arguments import Scale
@@ -62,7 +63,7 @@ def scale(console: Console, asked: Scale) -> int:
         raise ValueError(f"--global-batch-size is {asked.global_batch_size}: it must be positive")
     network = _network(asked.network, asked.network_gb_s, asked.network_us)
     topologies = [Topology(nodes=n, gpus_per_node=asked.gpus_per_node, network=network) for n in asked.nodes]
-    scalings = _fits([read_record(path) for path in asked.records], asked.limits)
+    scalings = _fits([_timed(path) for path in asked.records], asked.limits)
     console.print(
         f"a model, not a measurement: {network.name}: {network.bytes_per_us / 1e3:g} GB/s per GPU, "
         f"{network.latency_us:g} us per collective between nodes, with the costs of {scalings[0].costs.measured_on}",
@@ -70,17 +71,33 @@ def scale(console: Console, asked: Scale) -> int:
     )
     shown = [_shown(scaling, topologies, asked.global_batch_size) for scaling in scalings]
     published = _published(scalings, network) if asked.published else None
-    checks = _checks(scalings, [read_record(path) for path in asked.check], network)
+    checked = [_timed(path) for path in asked.check]
+    checks = _checks(scalings, checked, network)
     for table in (*(table for each in shown for table in each.tables), checks, published):
         if table is not None:
             console.print(table)
-    for text in dict.fromkeys([*(note for each in shown for note in each.notes), NOT_KNOWN]):
+    unchecked = [
+        f"{record.run['id']} is not checked: no record given has its benchmark, pipeline and precision, nor, for "
+        "TorchRec's pipelines, its local batch size"
+        for record in checked
+        if not _predicting(scalings, record.run)
+    ]
+    for text in dict.fromkeys([*unchecked, *(note for each in shown for note in each.notes), NOT_KNOWN]):
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     if asked.picture is not None:
-        curves = {f"{s.kind} ({s.fitted_to})": each.points for s, each in zip(scalings, shown, strict=True)}
+        # Ids repeat: runs of ladders are named by round and rung.
+        curves = [(f"{s.kind} ({s.fitted_to})", each.points) for s, each in zip(scalings, shown, strict=True)]
         _draw(curves, asked.picture)
         console.print(f"picture {asked.picture}", soft_wrap=True)
     return 0
+
+
+def _timed(path: Path) -> Record:
+    """Returns the record of a timed run; ValueError if it is of a profiled one."""
+    record = read_record(path)
+    if record.run["host"] is not None:
+        raise ValueError(f"{path} is a profiled run, whose latencies include the profiler: name timed runs")
+    return record
 
 
 def _fits(records: Sequence[Record], path: Path | None) -> list[Scaling | UnpooledScaling]:
@@ -164,21 +181,25 @@ def _table(scaling: Scaling, points: Sequence[Point]) -> Table:
     return table
 
 
+def _predicting(scalings: Sequence[Scaling | UnpooledScaling], run: RunRecord) -> list[Scaling | UnpooledScaling]:
+    """Returns the models of a record's benchmark, pipeline and precision; of TorchRec's pipelines also of its batch
+    size, as a host time, by which they are fitted, belongs to one."""
+    config = run["config"]
+    ran = (config.get("benchmark"), kind_of(run), config["precision"])
+    same = [each for each in scalings if (each.benchmark.name, each.kind, each.training.precision) == ran]
+    return [s for s in same if s.kind == "static" or s.training.local_batch_size == config["local_batch_size"]]
+
+
 def _checks(scalings: Sequence[Scaling | UnpooledScaling], records: Sequence[Record], network: Network) -> Table | None:
     """Returns a table of other records beside the predictions for the same pipeline and precision; None if there are
     none."""
     rows = []
     for record in records:
         run = record.run
-        for scaling in scalings:
-            batch = run["config"]["local_batch_size"]
-            # A model of TorchRec's pipelines is fitted by host time, which belongs to one batch size.
-            same_batch = scaling.kind == "static" or scaling.training.local_batch_size == batch
-            ran = (run["config"].get("benchmark"), kind_of(run), run["config"]["precision"])
-            if (scaling.benchmark.name, scaling.kind, scaling.training.precision) == ran and same_batch:
-                predicted, latency = scaling.ms_of(run, network), float(np.median(record.latencies_ms))
-                measured = period_ms(record), latency
-                rows.append((run["id"], topology_of(run), batch, scaling.fitted_to, predicted, measured))
+        for scaling in _predicting(scalings, run):
+            predicted, latency = scaling.ms_of(run, network), float(np.median(record.latencies_ms))
+            measured, batch = (period_ms(record), latency), run["config"]["local_batch_size"]
+            rows.append((run["id"], topology_of(run), batch, scaling.fitted_to, predicted, measured))
     if not rows:
         return None
     table = Table(
@@ -225,14 +246,14 @@ def _published(scalings: Sequence[Scaling | UnpooledScaling], network: Network) 
     return table
 
 
-def _draw(curves: Mapping[str, Sequence[Point | UnpooledPoint]], path: Path) -> None:
+def _draw(curves: Sequence[tuple[str, Sequence[Point | UnpooledPoint]]], path: Path) -> None:
     """Writes milliseconds over nodes, a line for each record, in the format that the path's suffix names."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    for (name, points), style in zip(curves.items(), ("-o", "--s", ":^", "-.d") * len(curves), strict=False):
+    for (name, points), style in zip(curves, ("-o", "--s", ":^", "-.d") * len(curves), strict=False):
         nodes, ms = [p.topology.nodes for p in points], [p.steady.iteration_us / 1e3 for p in points]
         axes.plot(nodes, ms, style, color="#1b3a57", label=name)
     axes.set_xscale("log", base=2)

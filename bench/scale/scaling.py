@@ -22,6 +22,8 @@ from dlrm_bench.pipeline.static.options import StaticOptions
 IDEAL = Network(name="a network that takes no time", bytes_per_us=float("inf"), latency_us=0.0)
 NEAR_IDEAL = 1.1
 """Largest ratio of an iteration's time to the ideal network's that counts as near ideal."""
+_MOST_TIMES = 10.0
+"""Largest factor on the GPU's work that a fit may find."""
 _FASTEST_GB_S = 1000.0
 """GB/s per GPU in one direction, above what any current network, or NVLink, reaches."""
 
@@ -142,7 +144,7 @@ def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
 
     The model of the static pipeline, which replays a graph, is fitted by a factor on the GPU's work; the other models
     are fitted by the host time, because the GPU waits for the host. ValueError if the links alone take longer than the
-    record.
+    record, or if _MOST_TIMES the GPU's work takes less.
     """
     record = read.run
     kind, benchmark = kind_of(record), benchmark_of(record["config"])
@@ -171,7 +173,12 @@ def fit(read: Record, limits: Limits, costs: GpuCosts) -> Scaling:
             f"record {record['id']} takes {target:.0f} us per iteration, but links alone take {us(1e-3):.0f} us by "
             "these limits: give limits of its machine"
         )
-    value = _smallest(lambda value: us(value) >= target, 1e-3, 10.0)
+    if (most := us(_MOST_TIMES)) < target:
+        raise ValueError(
+            f"record {record['id']} takes {target:.0f} us per iteration, but {_MOST_TIMES:g} times the GPU's work only "
+            f"{most:.0f} us by these limits: it waits for something that scale does not model, such as data"
+        )
+    value = _smallest(lambda value: us(value) >= target, 1e-3, _MOST_TIMES)
     return replace(scaling, fit=Fit(gpu=value) if kind == "static" else Fit(host_us=value * target))
 
 

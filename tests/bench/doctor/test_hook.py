@@ -115,3 +115,26 @@ def test_without_the_doctor_a_mark_does_nothing():
     program = "from dlrm_bench.bench.doctor import iteration, hook\nwith iteration(): print(hook.state.examination)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"
+
+
+def test_a_script_that_limits_the_time_of_its_steps_keeps_its_signal(tmp_path):
+    """Between its steps SIGALRM looks unused; the sampler's timer would run into a limit that is just being set."""
+    program = """
+import signal, time
+from dlrm_bench.bench.doctor.sampler import Sampler
+late = []
+def limited(seconds):
+    before = signal.signal(signal.SIGALRM, lambda number, frame: late.append(number))
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+    signal.signal(signal.SIGALRM, before)
+limited(0)
+assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+sampler = Sampler(1e-3)
+sampler.start()
+limited(0.05)
+print(sampler.by_signal, late)
+sampler.stop()
+"""
+    assert run(program, tmp_path) == "False []"

@@ -1,5 +1,6 @@
 """Which pictures a report has, and what stands in them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from dlrm_bench.bench.report.published import PUBLISHED
 from dlrm_bench.bench.report.sources import Sources
 from dlrm_bench.bench.stats.series import summary_statistics
 from dlrm_bench.dlrm.dcnv2 import ruleset
-from tests.bench.made_records import recorded_runs, trained, write
+from tests.bench.made_records import edit, recorded_runs, trained, write
 from tests.bench.report.test_families import ladder_of, proven  # noqa: F401 (a fixture that made ladders need)
 
 RUNS = recorded_runs()
@@ -73,19 +74,33 @@ def test_the_distributions_show_the_medians_of_the_tables(tmp_path: Path) -> Non
     assert family.sides["0"].metrics()["p50"] == pytest.approx(2.0)
 
 
-def test_evaluations_are_marked_where_the_log_has_them(tmp_path: Path) -> None:
-    outcome = trained(status="success", epoch_num=0.5, auc=0.8, target=0.8)
-    folder = write(tmp_path / "trained", RUNS[0], training=outcome)  # 260 iterations
+def write_evaluated(folder: Path, epochs: Sequence[float]) -> Path:
+    """A record of 260 iterations, whose MLPerf log has evaluations at these parts of the epoch."""
+    outcome = trained(status="success", epoch_num=epochs[-1], auc=0.8, target=0.8)
+    write(folder, RUNS[0], training=outcome)
     log = MLPerfLog(folder / "result_0.txt")
     log.init_start()
     log.hyperparameters(ruleset.hyperparameters(preset("smoke"), 1, 520, 1))
     log.init_stop()
     log.run_start()
-    for epoch in (0.25, 0.5):
+    for epoch in epochs:
         log.eval_start(epoch)
         log.eval_accuracy(epoch, 0.8)
         log.eval_stop(epoch)
-    log.close("success", 0.5)
+    log.close("success", epochs[-1])
+    return folder
+
+
+def test_evaluations_are_marked_where_the_log_has_them(tmp_path: Path) -> None:
+    folder = write_evaluated(tmp_path / "trained", (0.25, 0.5))
+    assert list(series_marks(read_record(folder)).evals) == [130, 260]
+
+
+def test_a_resumed_run_marks_the_evaluations_of_its_own_iterations(tmp_path: Path) -> None:
+    """Its log begins with that of the run before, and its latencies with the iteration after the checkpoint."""
+    folder = write_evaluated(tmp_path / "resumed", (0.25, 0.5, 0.75, 1.0))
+    resumed = {"run_id": "before", "iteration": 260, "read_s": 1.0}  # at the half, after its evaluation
+    edit(folder, checkpoints={"saved": [], "resumed": resumed})
     assert list(series_marks(read_record(folder)).evals) == [130, 260]
 
 

@@ -116,3 +116,10 @@ def test_unfinished_members_of_a_ladder_are_named(results: Path) -> None:
         (results / "ladder" / name).mkdir()
     (results / "ladder" / "03-stock" / "result_0.txt").touch()
     assert collect(results).unfinished == [results / "ladder" / "03-stock", results / "unfinished"]
+
+
+def test_a_run_that_ended_within_its_warm_up_is_named(results: Path) -> None:
+    write(results / "short", RUNS[11][:0], minute=9)
+    sources = collect(results)
+    assert counts(sources) == [1, 2, 1, 1, 1]
+    assert f"{results / 'short'} ended within its warm-up and is left out" in sources.notes()

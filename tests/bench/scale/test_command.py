@@ -7,6 +7,7 @@ import pytest
 from dlrm_bench.bench import ROOT, cli
 from dlrm_bench.bench.scale.command import KNOWN_ERRORS, _network
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, P2P
+from tests.bench.made_records import configured, profile, recorded_runs, write
 
 RESULTS = ROOT / "results"
 LIMITS = ["--limits", str(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")]
@@ -31,6 +32,14 @@ def test_tables_checks_and_picture(tmp_path, capsys):
     assert (tmp_path / "scale.svg").read_text().count("<path") > 5
 
 
+def test_records_of_one_id_have_a_curve_each(tmp_path):
+    """Runs of ladders are named by round and rung."""
+    other = str(RESULTS / "07-4xh200-512-a-gpu-first-and-last-rung" / "00-peer-memory-bf16")
+    picture = tmp_path / "scale.svg"
+    assert cli.main(["scale", STATIC, other, *LIMITS, "--nodes", "1", "2", "--picture", str(picture)]) == 0
+    assert picture.read_text().count(">static (00-peer-memory-bf16)<") == 2
+
+
 def test_a_network_has_a_name_and_figures_of_its_own():
     assert _network("p2p", None, None) == P2P
     assert _network("infiniband-400g", None, None) == INFINIBAND_400G
@@ -52,3 +61,20 @@ def test_a_network_has_a_name_and_figures_of_its_own():
 def test_what_is_wrong_is_said(flags, message, capsys):
     assert cli.main(["scale", *flags, *LIMITS]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("flag", [(), (STATIC, "--check")])
+def test_a_profiled_run_is_refused(flag, tmp_path, capsys):
+    """Its latencies include the profiler."""
+    profiled = write(tmp_path / "host", recorded_runs()[0], profile=profile())
+    assert cli.main(["scale", *flag, str(profiled), *LIMITS, "--nodes", "1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{profiled} is a profiled run, whose latencies include the profiler: name timed runs" in said
+
+
+def test_a_record_that_no_model_fits_is_named(tmp_path, capsys):
+    other = write(tmp_path / "other", recorded_runs()[0], config=configured(pipeline="static", precision="tf32"))
+    assert cli.main(["scale", STATIC, *LIMITS, "--nodes", "1", "--check", str(other)]) == 0
+    said = capsys.readouterr().out
+    assert "checked against other records" not in said
+    assert "other is not checked: no record given has its benchmark, pipeline and precision" in said

@@ -18,6 +18,8 @@ from dlrm_bench.dlrm.runtime.gpu_types import H100, H200
 from dlrm_bench.dlrm.runtime.topology import INFINIBAND_400G, Network, Topology
 from dlrm_bench.dlrm.runtime.topology import P2P as P2P_NETWORK
 from dlrm_bench.pipeline.static.options import StaticOptions
+from tests.bench.made_records import configured, recorded_runs, write
+from tests.bench.records.test_limits import some_limits
 
 RESULTS = ROOT / "results"
 LIMITS = read_limits(RESULTS / "06-4xh200-512-a-gpu-ceilings-bf16")
@@ -217,3 +219,19 @@ def test_a_record_that_links_alone_make_slower_is_refused():
     slow = {**LIMITS, "ceilings": [{**c, "ms": c["ms"] * 100} for c in LIMITS["ceilings"]]}
     with pytest.raises(ValueError, match="give limits of its machine"):
         fit(read, slow, H200.costs)  # type: ignore[arg-type]
+
+
+def test_a_record_that_its_work_does_not_explain_is_refused(tmp_path):
+    """A run that waits for data, say: no factor on the GPU's work makes the model as slow."""
+    config = configured(pipeline="static")
+    plan = [
+        [{"table": name, "column": 0, "columns": config.model.tables.columns} for name in config.model.tables.names]
+    ]
+    own = {"config": config, "world_size": 1, "pipeline": {"plan": plan}}
+    fast, slow = (
+        read_record(write(tmp_path / name, recorded_runs()[0] * times, **own))
+        for name, times in (("fast", 0.1), ("slow", 1.0))
+    )
+    assert fit(fast, some_limits(), H200.costs).ms_of(fast.run) == pytest.approx(period_ms(fast), rel=0.01)
+    with pytest.raises(ValueError, match=r"record slow takes 22954 us .* does not model, such as data"):
+        fit(slow, some_limits(), H200.costs)
