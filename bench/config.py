@@ -167,9 +167,10 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             self.target_auc is None or 0.5 < self.target_auc < 1,
             f"--target-auc is {self.target_auc}: an AUC target lies between 0.5 and 1",
         )
+        way_out = "choose a --data.source of files" if hasattr(self.data, "source") else "leave it out"
         require(
             self.target_auc is None or not self.data.is_random,
-            "--target-auc: random labels cannot be learned; choose a --data.source of files",
+            f"--target-auc: random labels cannot be learned: {way_out}",
         )
         require(self.evaluations_per_epoch > 0, "--evaluations-per-epoch must be positive")
         require(

@@ -9,7 +9,8 @@ use the seeds from --first-seed FIRST (default 0) on.
 All runs use the same planted samples, with different initial weights for each seed: one epoch with an evaluation at the
 end, or with --rungs the given --iterations and --evaluations-per-epoch. Each run writes a record. The summary,
 auc_over_seeds.json beside them, has the mean difference between runs of the same seed and its 95 % interval by
-Student's t, from the second seed on. On the CPU no graph is captured, and without --rungs stock and static run in fp32.
+Student's t, from the second seed on; other seeds need another --results-dir. On the CPU no graph is captured, and
+without --rungs stock and static run in fp32.
 """
 
 import argparse
@@ -17,11 +18,14 @@ import json
 import statistics
 import sys
 from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dlrm_bench.bench.checkpoints.folders import on_rank_0
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.run import run
@@ -65,6 +69,7 @@ def main() -> int:
     ranks.init_process_group()
     for its in sides.values():  # before any run: the first one takes its time
         check_machine(its, ranks)
+    file = on_rank_0(ranks, partial(_new_summary, config.results_dir))
     aucs: dict[str, list[float]] = {side: [] for side in sides}
     for seed in seeds:
         for side, its in sides.items():
@@ -77,11 +82,22 @@ def main() -> int:
                 "data": as_json(config)["data"],
                 "best_auc": best_auc,
             }
-            (config.results_dir / "auc_over_seeds.json").write_text(json.dumps(summary, indent=1) + "\n")
+            file.write_text(json.dumps(summary, indent=1) + "\n")
     if ranks.rank == 0:
         print(json.dumps(summary, indent=1))
     ranks.destroy_process_group()
     return 0
+
+
+def _new_summary(results_dir: Path) -> Path:
+    """Returns the summary's path. ValueError if that of an earlier comparison is there."""
+    file = results_dir / "auc_over_seeds.json"
+    if file.exists():
+        raise ValueError(
+            f"--results-dir: {file} exists, the summary of an earlier comparison or of other seeds: choose another "
+            "folder"
+        )
+    return file
 
 
 def parse_seeds(arguments: list[str]) -> tuple[range, list[str] | None, list[str]]:

@@ -35,14 +35,20 @@ def on_rank_0(ranks: Ranks, work: Callable[[], _Result], group: dist.ProcessGrou
     return result
 
 
-def locked(path: Path, flag: str) -> TextIO:
+def locked(path: Path, flag: str, lock: TextIO | None = None, shared: bool = False) -> TextIO:
     """Returns a file that locks a folder for as long as it is open. ValueError where another process has it, or where
-    the file system has no locks."""
-    lock = (path / LOCK).open("w")
+    the file system has no locks.
+
+    lock: the file, if this process has locked the folder before. shared: with processes that share it too.
+    """
+    lock = lock or (path / LOCK).open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{flag} {path}: another run saves there: choose another folder") from None
+        raise ValueError(
+            f"{flag} {path}: another run saves there, or a rank of it has not ended: wait for its end, or choose "
+            "another folder"
+        ) from None
     except OSError as error:  # such as Lustre, mounted without its option flock
         raise ValueError(
             f"{flag} {path}: its file system cannot lock a file ({error.strerror}), and two runs could save there: "

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dlrm_bench.bench.checkpoints.folders import LOCK, in_units
 from dlrm_bench.bench.checkpoints.saved_state import (
+    SLOTS,
     STATE_JSON,
     RunState,
     checkpoint_name,
@@ -31,7 +32,6 @@ _TEXT_BYTES = 64 * 2**20
 _KEPT = 16
 """Divisor: this fraction of the node's memory (one over it) is reserved for training and the page cache."""
 _PAGE = 4096
-_SLOTS = "slot-*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def check_left_over(path: Path, resumed: Path | None) -> None:
     complete = complete_checkpoints(path)
     if not complete or complete[-1] == resumed:
         return
-    what, left_over = "a snapshot of an earlier run", [*complete, *sorted(path.glob(_SLOTS))]
+    what, left_over = "a snapshot of an earlier run", [*complete, *sorted(path.glob(SLOTS))]
     if resumed in complete:
         what, left_over = "a newer snapshot than --resume names", complete[complete.index(resumed) + 1 :]
     held = in_units(sum(map(_held_bytes, left_over)))
@@ -102,7 +102,7 @@ def prepare_slots(path: Path, layout: Layout, resumed: Path | None, disk: Path |
     resumed: the snapshot in this folder that the run resumes. disk: folder that snapshots are written to, so that one
     slot suffices. ValueError if there is too little memory; it says how much is needed and how much is free.
     """
-    found = [*reversed(complete_checkpoints(path)), *sorted(path.glob(_SLOTS))]
+    found = [*reversed(complete_checkpoints(path)), *sorted(path.glob(SLOTS))]
     folders = [folder for folder in found if layout.is_that_of(folder)][:_MOST]
     other = resumed if resumed not in folders else None
     for left_over in (folder for folder in found if folder not in folders and folder != other):
@@ -147,7 +147,7 @@ def close_slot(folder: Path, samples: int, other: Path | None) -> Path:
 
 def remove_slots(path: Path) -> None:
     """Removes all snapshots and the lock; the folder too, unless it is a mount point or has other files."""
-    for folder in [*complete_checkpoints(path), *path.glob(_SLOTS)]:
+    for folder in [*complete_checkpoints(path), *path.glob(SLOTS)]:
         leaving = folder
         if folder.name.startswith("samples-"):  # half deleted it would look complete
             leaving = folder.rename(_free_name(path))

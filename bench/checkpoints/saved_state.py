@@ -24,6 +24,8 @@ from dlrm_bench.pipeline.interface import Capacities
 STATE_JSON = "state.json"
 STATE_SCHEMA = 2
 PARTIAL = ".partial"
+SLOTS = "slot-[0-9]"
+"""Names of memory for snapshots that holds no complete one: see memory_folder.py."""
 _COMPLETE = re.compile(r"samples-(\d{1,18})(\.replaced)?")
 _SAME = ("model", "optimizer", "data", "seed")
 """Fields of the configuration in which a run and the checkpoint that it resumes must agree; of `data` its
@@ -89,8 +91,15 @@ def samples_of(folder: Path) -> int:
 
 
 def checkpoint_in(path: Path) -> Path:
-    """Returns a checkpoint, or the newest complete one of a folder of them. ValueError where there is none."""
+    """Returns a checkpoint, or the newest complete one of a folder of them. ValueError where there is none, or where
+    the path is that of an unfinished snapshot."""
     if (path / STATE_JSON).is_file():
+        memory = path.resolve()
+        if memory.match(SLOTS):
+            raise ValueError(
+                f"{path} is a snapshot that was not finished: name a complete one, or {memory.parent} for the newest "
+                "complete one"
+            )
         return path
     if not path.exists():
         raise ValueError(f"{path} does not exist")

@@ -62,6 +62,7 @@ class Snapshots:
         assert config.snapshot.folder is not None
         self._ranks, self._path = ranks, config.snapshot.folder
         self._lock: TextIO | None = None
+        """Held by every rank: as long as one of them may copy, no other run takes the memory."""
         state = own_pieces(blocks, ranks.rank)
         self._shapes, own = state.shapes, placed(ranks.rank, [place for place, _ in state.pieces])
         every = gathered(own, None)
@@ -114,14 +115,20 @@ class Snapshots:
 
     def _prepare(self, layout: Layout, config: RunConfig, resumed: Resumed | None) -> Slots:
         make_folder(self._path)
-        self._lock = locked(self._path, "--snapshot.path")
+        self._lock = self._locked(shared=False)
         within = resumed is not None and resumed.folder.resolve().parent == self._path.resolve()
         kept = self._path / resumed.folder.name if resumed is not None and within else None
         if not config.resumes_newest:
             check_left_over(self._path, kept)
-        return prepare_slots(self._path, layout, kept, config.checkpoint.path)
+        slots = prepare_slots(self._path, layout, kept, config.checkpoint.path)
+        self._locked(shared=True)  # before other ranks do
+        return slots
+
+    def _locked(self, shared: bool) -> TextIO:
+        return locked(self._path, "--snapshot.path", self._lock, shared)
 
     def _map(self, prepared: Slots, own: list[Piece], resumed: Resumed | None) -> None:
+        self._lock = self._locked(shared=True)
         staging = Staging(own, self._ranks.device)
         for folder in prepared.folders:
             slot = Snapshot(folder, PiecesInMemory(folder, own, staging), samples_of(folder), None)

@@ -27,6 +27,7 @@ from dlrm_bench.bench.records.record import RUN_JSON, create_run_folder, read_re
 from dlrm_bench.bench.report.rounding import with_interval
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
 from dlrm_bench.bench.worktrees import check_checkout, environment_of, worktree
+from dlrm_bench.dlrm.data.lock import locked
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
 
 PLAN_JSON = "bisection.json"
@@ -82,8 +83,9 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
 
 
 def run_plan(plan: Plan, folder: Path) -> Iterator[Step | Finding]:
-    """Runs the rest of a plan; yields steps and the finding."""
-    with worktree(ROOT, plan["good"]) as good:
+    """Runs the rest of a plan; yields steps and the finding. ValueError if another command is running it."""
+    only = locked(folder / PLAN_JSON, "another command runs this bisection: wait for its end")
+    with only, worktree(ROOT, plan["good"]) as good:
 
         def pairs(commit: str) -> Iterator[Pair]:
             with ExitStack() as kept:

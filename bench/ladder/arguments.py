@@ -39,7 +39,8 @@ class LadderCommand:
     max_rounds: int = 40
     """Maximum number of rounds for --rounds auto."""
     max_minutes: float | None = None
-    """Number of minutes after which no new round begins."""
+    """End with the last round that is expected to end within this number of minutes after the start of this command, or
+    of a command that resumes it; the first round has no limit."""
     host: bool = False
     """Profile each rung once, after all rounds: CPU time, launches, syncs, copies, GPU idle fraction."""
     nproc: int | None = None

@@ -41,6 +41,7 @@ from dlrm_bench.bench.records.ladder import (
 from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.repetitions import balanced_orders
 from dlrm_bench.dlrm.benchmark import Rung
+from dlrm_bench.dlrm.data.lock import locked
 
 FEWEST_ROUNDS = 6
 """Number of rounds after which --rounds auto first checks its precision. It checks again after every second round, when
@@ -114,15 +115,18 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
     folder: exists, and is empty or holds the interrupted ladder; an unfinished run is put aside and run again. Where
     it holds ladder.json, its rounds have ended, and missing profiled runs are all that is made. say:
     gets a sentence after each round on the differences that the rounds find. FailedError, with its output, if a timed
-    run fails; ValueError if one ends within its warm-up. The records made so far stay, and notes of the exception name
-    them, whatever ends the ladder. A profiled run that fails leaves its log, and its rung without a host block.
+    run fails; ValueError if one ends within its warm-up, or if another command is running the ladder. The records made
+    so far stay, and notes of the exception name them, whatever ends the ladder. A profiled run that fails leaves its
+    log, and its rung without a host block.
     """
     rungs = [Rung(rung["name"], tuple(rung["flags"]), rung["note"]) for rung in plan["rungs"]]
     members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
     host_costs: dict[str, HostCost | None] = {}
     order: list[str] = []
-    begun = time.monotonic()
-    write_whole(folder / PLAN_JSON, json_text(plan))
+    begun, made = time.monotonic(), 0
+    if not (folder / PLAN_JSON).exists():  # its lock would be that of the file replaced
+        write_whole(folder / PLAN_JSON, json_text(plan))
+    only = locked(folder / PLAN_JSON, "another command runs this ladder: wait for its end")
 
     def write() -> None:
         ladder = Ladder(
@@ -138,7 +142,7 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
         )
         write_whole(folder / LADDER_JSON, json_text(ladder))
 
-    with _naming_what_is_kept(folder, order):
+    with only, _naming_what_is_kept(folder, order):
         if (folder / LADDER_JSON).exists():
             ladder, members = read_ladder(folder)
             order += ladder["order"]
@@ -148,10 +152,12 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
             for number, in_turn in enumerate(balanced_orders(len(rungs), plan["rounds"], plan["seed"])):
                 for rung in (rungs[i] for i in in_turn):
                     member = run_id(number, rung.name)
+                    made += not (folder / member / RUN_JSON).exists()
                     members[rung.name].append(_run_or_read(plan, rung, folder, member))
                     order.append(member)
                     yield member
-                if _enough(plan, members, number + 1, time.monotonic() - begun, say):
+                seconds = (time.monotonic() - begun) * (1 + len(rungs) / made) if made else 0.0
+                if _enough(plan, members, number + 1, seconds, say):
                     break
             write()
         for rung in rungs if plan["host"] else ():
@@ -207,12 +213,9 @@ def put_aside(unfinished: Path) -> None:
 def _enough(
     plan: Plan, members: dict[str, list[Record]], rounds: int, seconds: float, say: Callable[[str], None]
 ) -> bool:
-    """Whether no other round follows; reports which differences the rounds find."""
-    if (
-        plan["minutes"] is not None
-        and seconds * (rounds + 1) / rounds > plan["minutes"] * 60
-        and rounds < plan["rounds"]
-    ):
+    """Whether no other round follows; reports which differences the rounds find. seconds: from the start of this
+    command to the expected end of another round; 0 if it has made no run yet."""
+    if plan["minutes"] is not None and seconds > plan["minutes"] * 60 and rounds < plan["rounds"]:
         say(f"another round would end after --max-minutes {plan['minutes']:g}: the ladder ends with {rounds} rounds")
         return True
     if plan["detect"] is None or rounds < 2:

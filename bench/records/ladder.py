@@ -25,7 +25,8 @@ class Plan(TypedDict):
     detect: float | None
     """Difference (0.02: 2 %) that ends the ladder once the rounds can find it; None for a fixed number of rounds."""
     minutes: float | None
-    """Minutes after which no other round begins; None for no limit."""
+    """Minutes, from the start of each command that runs it, within which another round must be expected to end; None
+    for no limit."""
     seed: int
     processes: int
     launch: NotRequired[list[str]]

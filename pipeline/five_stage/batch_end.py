@@ -6,7 +6,7 @@ forever, on GPUs invisibly to the host. Ranks inform each other on the host (hos
 iteration runs: no stream and no device takes part.
 """
 
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -29,8 +29,9 @@ class BatchEnd:
         self._exchange: HostExchange | None = None
         if mode != "ignore" and len(self._ranks) > 1:
             self._exchange = host_exchange(group)
-        self.problem: str | None = None
+        self._problem: str | None = None
         """The error to raise after the last common batch, if ranks have different numbers of batches; else None."""
+        self._raised = False
         self.one_form = True
         """Whether the last settled batch has the same form of a graph on every rank that announces it."""
         self.fits = True
@@ -38,7 +39,21 @@ class BatchEnd:
 
     def begin(self) -> None:
         """Starts a new iterator: batches are counted from its first one."""
-        self._count, self.problem = 0, None
+        self._count, self._problem, self._raised = 0, None, False
+
+    @property
+    def owes_error(self) -> bool:
+        """Whether ranks have different numbers of batches, and `end` has not said so: another iterator has come before
+        the end of the last one, and a batch that was read ahead is lost."""
+        return self._problem is not None and not self._raised
+
+    def end(self) -> NoReturn:
+        """Raises what follows the last common batch: StopIteration, or ValueError if ranks have different numbers of
+        batches."""
+        self._raised = True
+        if self._problem is not None:
+            raise ValueError(self._problem)
+        raise StopIteration
 
     def announce(self, has_batch: bool, form: int | None = None, fits: bool = True) -> None:
         """Announces to all ranks whether this rank has a next batch, and the number of its form; None if no graph with
@@ -71,7 +86,7 @@ class BatchEnd:
         if self._mode == "error":
             ended = ", ".join(str(rank) for rank, has in zip(self._ranks, have, strict=True) if not has)
             others = ", ".join(str(rank) for rank, has in zip(self._ranks, have, strict=True) if has)
-            self.problem = (
+            self._problem = (
                 f"the data of rank {ended} ended after {self._count - 1} batches, rank {others} had more: give all "
                 "ranks the same number of batches, or FiveStageOptions(uneven_end='stop') to end after the shortest"
             )

@@ -55,15 +55,19 @@ class Incoming(Generic[In]):
         self._batches: Iterator[In] | None = None
         self._exhausted = False
 
-    def fill(self, batches: Iterator[In]) -> None:
-        """Brings two batches in flight, if that many exist."""
+    def fill(self, batches: Iterator[In]) -> deque[InFlight[In]]:
+        """Brings two batches in flight, if that many exist; returns those in flight. Returns none, and keeps them for
+        the next call, where the end of the last iterator is an error that has not been raised."""
         self._settle()
         if batches is not self._batches:
+            if self._end.owes_error:
+                return deque()
             self._batches, self._exhausted = batches, False
             self._end.begin()
         while len(self.in_flight) < 2 and not self._exhausted:
             self.copy(batches)
             self._settle()
+        return self.in_flight
 
     def copy(self, batches: Iterator[In]) -> None:
         """Starts the copy of the next batch, if any. An iterator is not called again after it has ended."""

@@ -120,16 +120,16 @@ class FiveStagePipeline(Generic[In, Out]):
         """Trains on the next batch, or in eval mode only runs the model; returns its output. Reads two batches ahead.
 
         StopIteration after `batches` has ended and every batch read has been returned; ValueError on every rank if
-        ranks have different numbers of batches, unless options.uneven_end says otherwise. An exception within, of
-        either thread, leaves the iteration unfinished: the pipeline then accepts no more batches.
+        ranks have different numbers of batches, unless options.uneven_end says otherwise; if the caller gives another
+        iterator before that, with the first call on it, which trains nothing. An exception within, of either thread,
+        leaves the iteration unfinished: the pipeline then accepts no more batches.
         """
         if self._failed or self._closed:
             ended = "was closed" if self._closed else "failed in an iteration: make a new one"
             raise RuntimeError(f"this pipeline {ended}")
         try:
             self._incoming.release()
-            self._incoming.fill(batches)
-            in_flight = self._incoming.in_flight
+            in_flight = self._incoming.fill(batches)
             if self._lookups is None and in_flight:
                 self._find_inputs(in_flight[0])
             # Backward passes run on this thread: when they ran on autograd's own thread, a trace on 4 x H200 had 0.57
@@ -144,9 +144,7 @@ class FiveStagePipeline(Generic[In, Out]):
                 error.add_note((self._by_graph or self._graph).memory.what_it_holds)
             raise
         if output is None:
-            if self._end.problem is not None:
-                raise ValueError(self._end.problem)
-            raise StopIteration
+            self._end.end()
         return output[0]
 
     @property

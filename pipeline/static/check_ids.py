@@ -1,4 +1,8 @@
-"""A check of ids on the device, where they are used: finds errors that the readers' checks on the host cannot."""
+"""A check of ids on the device, where they are used: finds errors that the readers' checks on the host cannot.
+
+An input dist that gives rows places uses ids while the previous batch trains; its batches are checked on the host too,
+before it: an id beyond all rows has no place.
+"""
 
 import torch
 
@@ -7,7 +11,7 @@ from dlrm_bench.dlrm.tables.tables import Tables
 
 
 def check_ids(batch: Batch, tables: Tables, rank: int, iteration: int) -> None:
-    """Raises ValueError, naming the first id of a batch on the device that is outside its table. Waits for the device.
+    """Raises ValueError, naming the first id of a batch that is outside its table. Waits for its device.
 
     rank, iteration: for the message.
     """

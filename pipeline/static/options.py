@@ -54,8 +54,8 @@ class StaticOptions:
     be named most often. None: first the tables with many ids per sample and few rows, then the other tables' first
     rows."""
     check_ids: bool = False
-    """Check on the device, before each iteration, that all ids are within their tables. For debugging: the host waits
-    for the result."""
+    """Check on the device, before each iteration, that all ids are within their tables; with table_memory, which uses
+    them an iteration ahead, first in the host's batch. For debugging: the host waits for the result."""
     constraints: tuple[str, ...] = ()
     """Your own sharding of single tables, as TABLES=SHARDING: `0,9=column-wise:64 20-22=table-wise,hbm:0.2`. SHARDING
     is table-wise, column-wise, column-wise:COLUMNS, row-wise or data-parallel. With table_memory, hbm:SHARE keeps

@@ -173,8 +173,7 @@ class StaticPipeline:
             raise StopIteration
         now, ahead = self._slots[self._step % 2], self._slots[(self._step + 1) % 2]
         self._streams.limit_run_ahead()
-        if self._options.check_ids:
-            check_ids(now.batch, self._config.model.tables, self._ranks.rank, self._step + 1)
+        self._check_ids(now.batch, self._step + 1)
         self._name(next(batches, None))
         eager = self.ebc.eager_ids(now.ids)
         self.ebc.expect(ahead.ids)
@@ -336,8 +335,14 @@ class StaticPipeline:
 
     def _name(self, batch: Batch | None) -> None:
         """Names the batch of the next input dist."""
+        if batch is not None and self.ebc.in_tiers:  # which finds places by its ids before `now` is checked
+            self._check_ids(batch, self._named + 1)
         self._fetcher.name(batch)
         self._named += batch is not None
+
+    def _check_ids(self, batch: Batch, iteration: int) -> None:
+        if self._options.check_ids:
+            check_ids(batch, self._config.model.tables, self._ranks.rank, iteration)
 
 
 def _describe_shard(shard: Shard, names: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ BAD_RUN: list[tuple[str, dict[str, Any]]] = [
     ("--target-auc", {"target_auc": 0.5}),
     ("--target-auc", {"target_auc": 1.0}),
     ("--target-auc", {"target_auc": math.nan}),
-    ("--target-auc", {"data": DataConfig(), "iterations": 100}),
+    ("--target-auc: .*: choose a --data.source of files", {"data": DataConfig(), "iterations": 100}),
     ("--evaluations-per-epoch", {"evaluations_per_epoch": 0}),
     ("--loss-interval", {"loss_interval": 0}),
     (

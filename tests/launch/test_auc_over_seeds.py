@@ -69,14 +69,13 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         auc_over_seeds.main()
 
 
-def test_a_side_that_this_machine_cannot_run_is_refused_before_the_other_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def check_refused(monkeypatch: pytest.MonkeyPatch, folder: Path, flags: list[str], said: str) -> None:
+    """A comparison ends with this error before its first run. folder: that of the results."""
     environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     for name, value in {**environment, "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, str(value))
-    flags = ["--preset", "smoke-dlrmv4", "--data.path", str(tmp_path), "--rungs", "static-ends", "stock", "cuda-graph"]
-    monkeypatch.setattr("sys.argv", ["auc_over_seeds", *flags])
+    place = ["--data.path", str(folder), "--results-dir", str(folder)]
+    monkeypatch.setattr("sys.argv", ["auc_over_seeds", "--preset", "smoke-dlrmv4", *place, *flags])
     data = SimpleNamespace(best_auc=0.8)
     planted = SimpleNamespace(
         parts=lambda: SimpleNamespace(open_data=lambda _: data), ladders=auc_over_seeds.named("dlrmv4").ladders
@@ -84,7 +83,20 @@ def test_a_side_that_this_machine_cannot_run_is_refused_before_the_other_runs(
     monkeypatch.setattr(auc_over_seeds, "named", lambda _: planted)
     monkeypatch.setattr(auc_over_seeds, "run", None)
     try:
-        with pytest.raises(ValueError, match="--cuda-graph iteration needs a GPU"):
+        with pytest.raises(ValueError, match=said):
             auc_over_seeds.main()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_side_that_this_machine_cannot_run_is_refused_before_the_other_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rungs = ["--rungs", "static-ends", "stock", "cuda-graph"]
+    check_refused(monkeypatch, tmp_path, rungs, "--cuda-graph iteration needs a GPU")
+
+
+def test_the_summary_of_earlier_seeds_is_not_overwritten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "auc_over_seeds.json").write_text("{}")
+    flags = ["--first-seed", "5", "--rungs", "static", "stock", "static"]
+    check_refused(monkeypatch, tmp_path, flags, f"--results-dir: {tmp_path}/auc_over_seeds.json exists, the summary of")

@@ -125,6 +125,22 @@ def save_twice(folder: Path, trouble: str | None) -> int:
     return save_second(saving, ranks, held, config(folder), trouble)
 
 
+def save_at(given: RunConfig, *iterations: int) -> int:
+    """Saves at these iterations; ends with 2, and prints why, if the folder is refused."""
+    ranks = Ranks.from_environment()
+    ranks.init_process_group()
+    try:
+        found = find_checkpoint(given, plan_schedule(given, None, ranks.world_size))
+        saving = Checkpoints(given, ranks, Held(ranks, 1), found)  # type: ignore[arg-type]
+    except ValueError as error:
+        print(error)
+        return 2
+    for iteration in iterations:
+        saving.save(iteration, state(given, iteration))
+        saving.wait()
+    return 0
+
+
 def load(folder: Path) -> int:
     """Ends with the iteration that was found; 100 if the state is not of it."""
     ranks = Ranks.from_environment()
@@ -256,20 +272,7 @@ def test_sizes_have_a_digit_before_the_point(size, said):
 
 
 def save_and_say(folder: Path, resume: Path | None, *iterations: int) -> int:
-    """Saves at these iterations, on one rank; ends with 2, and prints why, if the folder is refused."""
-    ranks = Ranks.from_environment()
-    ranks.init_process_group()
-    given = config(folder, resume, world_size=1)
-    try:
-        found = find_checkpoint(given, plan_schedule(given, None, 1))
-        saving = Checkpoints(given, ranks, Held(ranks, 1), found)  # type: ignore[arg-type]
-    except ValueError as error:
-        print(error)
-        return 2
-    for iteration in iterations:
-        saving.save(iteration, state(given, iteration))
-        saving.wait()
-    return 0
+    return save_at(config(folder, resume, world_size=1), *iterations)
 
 
 def test_a_folder_that_exists_is_replaced_and_the_newest_is_by_samples(tmp_path):

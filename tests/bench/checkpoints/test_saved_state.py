@@ -295,6 +295,19 @@ def test_auto_takes_the_newest_of_memory_and_disk(tmp_path: Path) -> None:
     assert resumed.folder == disk / checkpoint_name(9 * GBS)
 
 
+def test_memory_without_a_complete_snapshot_is_not_resumed_by_name(tmp_path: Path) -> None:
+    """A run that was killed while it copied leaves the state of a new snapshot over pieces of an old one."""
+    memory, link = tmp_path / "memory", tmp_path / "link"
+    memory.mkdir()
+    save(memory, **of(9)).rename(memory / "slot-0")
+    link.symlink_to(memory / "slot-0")
+    for path in (memory / "slot-0", link):
+        with pytest.raises(ValueError, match=f"--resume: {path} is a snapshot that was not finished: .* or {memory} "):
+            found(path)
+    whole = save(memory, **of(7))
+    assert found(memory).folder == whole
+
+
 def test_auto_takes_none_of_two_trainings(tmp_path: Path) -> None:
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()

@@ -15,7 +15,8 @@ from dlrm_bench.bench.config import CheckpointConfig, RunConfig, SnapshotConfig
 from dlrm_bench.bench.instruments.schedule import plan_schedule
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint_memory import PiecesInMemory
-from tests.bench.checkpoints.test_checkpoints import Held, config, kill, name, run, save_second, state
+from tests.bench.checkpoints.test_checkpoints import Held, config, kill, name, run, save_at, save_second, state
+from tests.launched import fork, wait, wait_until
 
 AUTO = Path("auto")
 
@@ -153,18 +154,9 @@ def test_what_is_being_written_stays_and_training_does_not_wait(tmp_path, memory
 
 def refused(memory: Path, disk: Path | None, changes: dict[str, Any], free: int | None) -> int:
     """Ends with 2, and prints why, if the run is refused. free: bytes of memory to spare."""
-    ranks = Ranks.from_environment()
-    ranks.init_process_group()
     if free is not None:
         memory_folder.free_memory_bytes = lambda: free + memory_folder.node_memory_bytes() // memory_folder._KEPT
-    given = replace(in_memory(memory, disk, ranks.world_size), **changes)
-    try:
-        found = find_checkpoint(given, plan_schedule(given, None, ranks.world_size))
-        Checkpoints(given, ranks, Held(ranks, 1), found)  # type: ignore[arg-type]
-    except ValueError as error:
-        print(error)
-        return 2
-    return 0
+    return save_at(replace(in_memory(memory, disk), **changes))
 
 
 def test_what_is_left_over_is_named_and_another_training_is_refused(tmp_path, memory):
@@ -200,38 +192,47 @@ def test_too_little_memory_is_known_before_the_training(tmp_path, memory, disk, 
 def test_a_run_has_its_folder_for_itself(tmp_path, memory):
     memory.mkdir()
     lock = snapshots.locked(memory, "--snapshot.path")
-    ended = run(1, tmp_path / "run", refused, memory, None, {}, None)
+    ended = run(2, tmp_path / "run", refused, memory, None, {}, None)
     lock.close()
-    assert ended.statuses == [2]
+    assert ended.statuses == [2, 2]
     assert f"--snapshot.path {memory}: another run saves there" in ended.outputs[0]
 
 
-def save_at(memory: Path, resume: Path, *iterations: int) -> int:
-    """Takes snapshots at these iterations; ends with 2, and prints why, if the folder is refused."""
-    ranks = Ranks.from_environment()
-    ranks.init_process_group()
-    given = in_memory(memory, None, ranks.world_size, resume)
-    try:
-        found = find_checkpoint(given, plan_schedule(given, None, ranks.world_size))
-        saving = Checkpoints(given, ranks, Held(ranks, 1), found)  # type: ignore[arg-type]
-    except ValueError as error:
-        print(error)
-        return 2
-    for iteration in iterations:
-        saving.save(iteration, state(given, iteration))
+def die_on_rank_0(memory: Path, end: Path) -> int:
+    """Rank 0 is killed after a snapshot, and rank 1 stays until there is a file `end`."""
+    ranks, _, saving, given = begun(memory, None, 2)
+    saving.save(1, state(given, 1))
+    if ranks.rank == 0:
+        kill()
+    wait_until(end.exists, "the end of rank 1")
     return 0
 
 
+def test_a_folder_is_that_of_a_run_until_its_last_rank_has_ended(tmp_path, memory):
+    first, end = tmp_path / "first", tmp_path / "end"
+    first.mkdir()
+    ranks = fork(2, first, die_on_rank_0, memory, end)
+    wait_until(lambda: ranks[0].exitcode is not None, "the end of rank 0")
+    ended = run(2, tmp_path / "1", refused, memory, None, {}, None)
+    end.touch()
+    assert wait(ranks, first).statuses == [-9, 0]
+    assert ended.statuses == [2, 2], ended
+    for output in ended.outputs:
+        assert f"--snapshot.path {memory}: another run saves there, or a rank of it has not ended: " in output
+    assert run(2, tmp_path / "2", refused, memory, None, {}, None).statuses == [0, 0]
+
+
 def test_training_on_from_an_older_snapshot_does_not_take_the_place_of_a_newer(tmp_path, memory):
-    assert run(2, tmp_path / "1", save_at, memory, AUTO, 2, 4).statuses == [0, 0]
-    ended = run(2, tmp_path / "2", save_at, memory, memory / name(2), 3, 4)
+    older = in_memory(memory, None, resume=memory / name(2))
+    assert run(2, tmp_path / "1", save_at, in_memory(memory, None), 2, 4).statuses == [0, 0]
+    ended = run(2, tmp_path / "2", save_at, older, 3, 4)
     assert ended.statuses == [2, 2], ended
     for output in ended.outputs:
         assert f"--snapshot.path {memory} has a newer snapshot than --resume names, first, {name(4)}, which" in output
         assert f"or remove it: rm -r {memory / name(4)}\n" in output
     assert sorted(folder.name for folder in memory.glob("s*")) == [name(2), name(4)]
     shutil.rmtree(memory / name(4))
-    ended = run(2, tmp_path / "3", save_at, memory, memory / name(2), 3, 4)
+    ended = run(2, tmp_path / "3", save_at, older, 3, 4)
     assert ended.statuses == [0, 0], ended
     assert sorted(folder.name for folder in memory.glob("s*")) == [name(3), name(4)]
 

@@ -105,6 +105,31 @@ def test_an_interrupted_bisection_goes_on_and_runs_half_a_pair_again(
     assert "start a new bisection here" in capsys.readouterr().err
 
 
+def test_a_folder_has_one_bisection_at_a_time(
+    tmp_path: Path,
+    commits: list[str],
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second one would put the pair aside that the first one is running."""
+    whole, ended = module.torchrun, []
+
+    def resumed(flags: list[str], processes: int, output: Path, launcher: Path) -> None:
+        if len(ran) == 2:
+            monkeypatch.setattr(module, "torchrun", whole)
+            (folder,) = (tmp_path / "results").iterdir()
+            ended.append(main(["bisect", "--resume", str(folder)]))
+        whole(flags, processes, output, launcher)
+
+    monkeypatch.setattr(module, "torchrun", resumed)
+    assert bisected(tmp_path, commits[0], commits[5]) == 0
+    assert ended == [2]
+    (folder,) = (tmp_path / "results").iterdir()
+    assert f"{folder}: another command runs this bisection: wait for its end" in capsys.readouterr().err
+    assert not list(folder.glob("*/*.unfinished-*"))
+
+
 def test_ends_alone_are_a_sitting_of_a_history(
     tmp_path: Path, commits: list[str], ran: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import re
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,32 @@ def test_rounds_end_where_the_limits_are(tmp_path: Path, monkeypatch: pytest.Mon
     said: list[str] = []
     assert len(list(run_ladder(plan(rounds=7, minutes=1e-6), tmp_path / "b", said.append))) == 3
     assert said == ["another round would end after --max-minutes 1e-06: the ladder ends with 1 rounds"]
+
+
+def test_a_resumed_ladder_has_its_minutes_for_its_own_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes a minute. The first command ends within the third round; the other one makes as many rounds as fit
+    into its 11 minutes: the rounds that were there take none of them, and say nothing of how long a round takes."""
+    pretend(monkeypatch, tmp_path, spread=0.01, fails_at=6)
+    with pytest.raises(FailedError):
+        list(run_ladder(plan(rounds=9, minutes=11), tmp_path))
+    again = pretend(monkeypatch, tmp_path, spread=0.01)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 60 * len(again)))
+    list(run_ladder(plan_to_resume(tmp_path), tmp_path))
+    assert len(again) == 9
+    assert read_ladder(tmp_path)[0]["rounds"] == 5
+
+
+def test_a_folder_has_one_ladder_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_runs(monkeypatch)
+    running = run_ladder(plan(), tmp_path)
+    done = [next(running)]
+    (tmp_path / "01-a").mkdir()  # that of a run which has begun
+    with pytest.raises(ValueError, match=f"{tmp_path}: another command runs this ladder: wait for its end"):
+        list(run_ladder(plan_to_resume(tmp_path), tmp_path))
+    assert not list(tmp_path.glob("*.unfinished-*"))
+    (tmp_path / "01-a").rmdir()
+    done += running
+    assert read_ladder(tmp_path)[0]["order"] == done
 
 
 def test_rounds_that_agree_to_the_last_digit_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
 """A folder has one writer."""
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +34,15 @@ with locked(Path({str(tmp_path / "lock")!r})):
         other.wait()
         with locked(tmp_path / "lock"):
             pass
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path / "lock"):
+        pass
+    assert f"{tmp_path}: its file system cannot lock a file (Function not implemented): start no other" in caplog.text

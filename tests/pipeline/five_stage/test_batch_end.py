@@ -43,6 +43,38 @@ def test_all_ranks_end_together(run_ranks):
     assert all(message is None for mode, _, _, message in one if mode == "stop")
 
 
+def stops_early(ranks: Ranks) -> list[Any]:
+    """Calls of `progress` until an error, what it said, and the batches trained on afterwards, of callers that take
+    other numbers of batches from the first iterators than these have."""
+    signal.alarm(600)
+    results: list[Any] = []
+    # Of each rank: batches of the first iterator, and how many are taken before the second, which has two.
+    for of_ranks, taken in (((3, 4), (3, 3)), ((3, 4), (2, 2)), ((3, 4), (3, 4)), ((4, 4), (3, 3))):
+        model, optimizer = build(ranks, "TW")
+        with FiveStagePipeline(model, optimizer, ranks.device) as pipeline:
+            first, second = (iter(batches(ranks, count)) for count in (of_ranks[ranks.rank], 2))
+            done, said = 0, None
+            try:
+                for _ in range(taken[ranks.rank]):
+                    pipeline.progress(first)
+                    done += 1
+                pipeline.progress(second)
+                done += 1
+            except ValueError as error:
+                said = str(error)
+            results.append((done, said, len(drain(pipeline, second).outputs)))
+    return results
+
+
+def test_a_batch_that_was_read_ahead_is_not_dropped_in_silence(run_ranks):
+    one, other = run_ranks(2, stops_early)
+    assert one == other
+    assert [(done, rest) for done, _, rest in one] == [(3, 2), (2, 3), (3, 2), (4, 2)]
+    for _, said, _ in one[:3]:
+        assert said.startswith("the data of rank 0 ended after 3 batches, rank 1 had more")
+    assert one[3][1] is None
+
+
 def forms(ranks: Ranks) -> list[tuple[bool, bool]]:
     """Whether each batch is trained, and whether ranks have announced one form of it."""
     end = BatchEnd(dist.group.WORLD, "stop")
