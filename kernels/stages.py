@@ -22,6 +22,7 @@ KERNELS: dict[str, tuple[str, str | None]] = {
     "_incoming_kernel": ("plan_moves", INPUT_DIST),
     "_outgoing_kernel": ("plan_moves", INPUT_DIST),
     "_exchange_kernel": ("plan_moves", INPUT_DIST),
+    "_find_places_kernel": ("find_places", INPUT_DIST),
     "_exchange_rows_kernel": ("tiered_rows", INPUT_DIST),
     "exchange_rows": ("exchange_rows", INPUT_DIST),
     "_copy_rows_kernel": ("tiered_rows", None),

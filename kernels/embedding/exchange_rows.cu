@@ -7,7 +7,7 @@
 
 using u64 = unsigned long long;
 
-constexpr int WARP = 32, ROWS = 8;                       // rows per warp at a time
+constexpr int WARP = 32;
 constexpr int QUADS = ELEMENTS / 4;                      // per row
 constexpr int EACH = (QUADS + WARP - 1) / WARP;          // per lane, at most
 constexpr int AT_ONCE = EACH < 2 ? EACH : 2;             // in flight per lane, from either side
@@ -30,9 +30,10 @@ __device__ __forceinline__ float4 load(const float4* at) {
 extern "C" __global__ void __maxnreg__(32) exchange_rows(const __grid_constant__ Arguments of) {
   const int lane = threadIdx.x % WARP, last = of.bounds[1];
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP, warps = gridDim.x * blockDim.x / WARP;
-  for (int first = of.bounds[0] + warp * ROWS; first < last; first += warps * ROWS) {
-    const int rows = min(ROWS, last - first);
-    const int k = first + min(lane, rows - 1);
+  // Rows go to the warps in turn: no warp has two more than another.
+  for (int first = of.bounds[0] + warp; first < last; first += warps * WARP) {
+    const int rows = min(WARP, (last - first + warps - 1) / warps);
+    const int k = first + min(lane, rows - 1) * warps;
     const int on_device = of.on_device[k], in_host = of.in_host[k];
     for (int row = 0; row < rows; ++row) {
       float4* device = of.device + u64(__shfl_sync(~0u, on_device, row)) * QUADS + lane;

@@ -17,7 +17,7 @@ from dlrm_bench.kernels._call import function
 from dlrm_bench.kernels._triton import cdiv, jit, jit_of_any, tl
 from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState, PoolState, walk
 
-_BLOCK, _WINDOW_BLOCK = 1024, 128
+_BLOCK, _WINDOW_BLOCK = 256, 128
 """Elements of a program, of rows and of a window's positions. Each position takes a chain of eight comparisons, whose
 rows are anywhere in memory: in blocks of 1024, 13,000 positions took 244 us on an H200."""
 _BLOCKS_AT_A_TIME = 1024

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState, PoolState
+from dlrm_bench.kernels.embedding.find_places import find_places
 from dlrm_bench.kernels.embedding.plan_moves import plan_moves
 
 _ROWS_AT_A_TIME = 1 << 24  # when places are first assigned: bounds the temporary memory
@@ -187,7 +188,7 @@ class Placement:
 
     def places(self, rows: Tensor, out: Tensor) -> None:
         """Writes the places of rows, int32 [N], to `out`; -1 for negative rows."""
-        torch.index_select(self.state.place, 0, torch.where(rows < 0, self.rows, rows), out=out)
+        find_places(self.state.place, rows, out)
 
     def forget(self) -> None:
         """Sets the counters to zero."""
