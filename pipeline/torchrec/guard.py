@@ -20,8 +20,7 @@ dense weight changes, but tables do. Gradients of looked-up vectors are known on
 zeroed, everything else of their iteration changes, and from the next iteration on nothing changes on any rank.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -36,8 +35,9 @@ from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.dense.tallies import GRADIENTS, Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import Priority
-from dlrm_bench.kernels.non_finite import GradientTables, Watch, clear_reported, cleared_gradients, report_together
+from dlrm_bench.kernels.non_finite import Watch, cleared_gradients
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
+from dlrm_bench.pipeline.torchrec.gradient_gate import GradientGate
 
 _DENSE = f"dense {GRADIENTS}"
 
@@ -73,7 +73,7 @@ class TorchRecLossGuard:
     def gate(self, parameters: Iterable[nn.Parameter]) -> KeyedOptimizer:
         """Returns an optimizer to step before the optimizer of `parameters`; it gates their gradients."""
         watch = Watch(self._guard.watch.stopped, self.tallies.of(_DENSE)[1:])
-        return _GradientGate(watch, list(parameters), self._skip, self._looks)
+        return GradientGate(watch, list(parameters), self._skip, self._looks.wait)
 
     @runs_in_graphs
     def _look(self, model: nn.Module, arguments: Any, output: Any) -> None:
@@ -155,42 +155,3 @@ def _side_stream(device: torch.device) -> "torch.cuda.Stream | None":
     """Returns the side stream, the same for all models of a process: torch hands out 32 streams per priority in turn.
     None on the CPU. Other ranks wait for its collective, so its kernels come before those of the backward."""
     return torch.cuda.Stream(device, priority=Priority.CHAIN) if device.type == "cuda" else None
-
-
-class _GradientGate(KeyedOptimizer):
-    """Has no parameters, so that it adds nothing to the state of the optimizers that it is combined with."""
-
-    runs_in_graphs = True
-    """Its step only launches kernels, on memory that stays allocated."""
-
-    def __init__(self, watch: Watch, parameters: list[nn.Parameter], skip: list[Tensor], looks: BesideBackward) -> None:
-        """skip: the flags to write; empty if no optimizer needs one. looks: write the flags of `watch`."""
-        super().__init__({}, {}, [])
-        self._watch, self._gated, self._skip, self._looks = watch, parameters, skip, looks
-        self._ids = set(map(id, parameters))
-        self._reported: list[set[int]] = []
-        """Addresses of the gradients, part by part, that `gradients_reduced` has looked at in this iteration."""
-        self._tables, self._rest = GradientTables(), GradientTables()
-        self._of_parts: dict[int, GradientTables] = defaultdict(GradientTables)
-
-    def gradients_reduced(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-        """Looks at a part of the gradients, beside the backward that makes the others; `step` looks at the rest. Their
-        memory must stay until then."""
-        gated = [of for p, of in zip(parameters, gradients, strict=True) if id(p) in self._ids]
-        self._looks.wait()
-        report_together(self._watch, gated, self._of_parts[len(self._reported)])
-        self._reported.append(set(map(Tensor.data_ptr, gated)))
-
-    def step(self, closure: Any = None) -> None:
-        """Zeroes all gradients, and sets flags to one, if a loss or any of the gradients was not finite."""
-        self._looks.wait()
-        gradients, reported = [p.grad for p in self._gated if p.grad is not None], set[int]().union(*self._reported)
-        report_together(self._watch, [of for of in gradients if of.data_ptr() not in reported], self._rest)
-        clear_reported(self._watch, gradients, self._tables)
-        self._reported.clear()
-        for flag in self._skip:
-            torch.maximum(self._watch.stopped[0], self._watch.bad[0], out=flag)  # one flag stands for all ranks
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets what `gradients_reduced` has looked at. Another optimizer owns the gradients."""
-        self._reported.clear()

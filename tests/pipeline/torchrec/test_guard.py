@@ -14,9 +14,7 @@ from torch import Tensor, nn
 import dlrm_bench.pipeline.five_stage.pipeline
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.kernels.non_finite import GradientTables, Watch, report_together
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.five_stage import gradients
 from dlrm_bench.pipeline.five_stage.cuda_graph import record
 from dlrm_bench.pipeline.torchrec import guard
 from dlrm_bench.pipeline.torchrec.guard import BesideBackward
@@ -201,47 +199,6 @@ def test_the_gate_of_dense_gradients_waits_on_the_stream_of_the_update() -> None
     assert order.found == {}
 
 
-@pytest.mark.parametrize("bad", [None, 0, 1, 2])
-def test_the_gate_looks_once_at_gradients_that_are_reduced_early(bad: int | None) -> None:
-    """bad: gradient with a NaN."""
-    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
-    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(3))
-    gate = guard.TorchRecLossGuard(model, ranks).gate(model)
-    other, seen = nn.Parameter(torch.ones(2)), list[int]()
-
-    def report(watch: Watch, gradients: list[Tensor], tables: GradientTables) -> None:
-        seen.extend(map(Tensor.data_ptr, gradients))
-        report_together(watch, gradients, tables)
-
-    of = [torch.ones(2) for _ in range(3)]
-    if bad is not None:
-        of[bad][1] = torch.nan
-    gate.zero_grad()
-    with patch.object(guard, "report_together", report):
-        gate.gradients_reduced([model[2], other], [of[2], torch.full((2,), torch.inf)])
-        gate.gradients_reduced([model[1]], [of[1]])
-        for weight, gradient in zip(model, of, strict=True):
-            weight.grad = gradient
-        gate.step()
-    assert seen == [gradient.data_ptr() for gradient in reversed(of)]
-    assert [gradient.tolist() for gradient in of] == 3 * [2 * [float(bad is None)]]
-    of[2][:] = torch.nan  # at the same address, and not looked at early
-    gate.step()
-    assert not any(gradient.any() for gradient in of)
-
-
-def test_without_zero_grad_an_iteration_that_was_given_up_would_hide_a_gradient() -> None:
-    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
-    model = nn.ParameterList([nn.Parameter(torch.ones(2))])
-    gate = guard.TorchRecLossGuard(model, ranks).gate(model)
-    gradient = model[0].grad = torch.ones(2)
-    gate.gradients_reduced([model[0]], [gradient])  # and no step
-    gradient.fill_(torch.nan)
-    gate.zero_grad()
-    gate.step()
-    assert gradient.tolist() == [0, 0]
-
-
 def test_a_loss_without_a_gradient_is_waited_for_at_once() -> None:
     with Order() as order, streams_in(order), torch.no_grad():
         of = Flag()
@@ -320,34 +277,6 @@ def test_all_that_reads_flags_comes_after_the_look(run_ranks: Callable[..., list
             without = of_rank[name, False][0]
             assert any("aten.any.default" in said and "reads what guard" in said for said in without), name
         assert of_rank["iteration", True][1]["iteration_graph"]["replays"] > 3
-
-
-def train_in_parts(ranks: Ranks) -> tuple[Trained, list[int]]:
-    """Returns a training with a bad dense gradient, in a bucket for each weight, and how many each look has seen."""
-    if ranks.device.type != "cuda":
-        iteration_graph_on_cpu()
-    seen: list[int] = []
-
-    def report(watch: Watch, gradients: list[Tensor], tables: GradientTables) -> None:
-        seen.append(len(gradients))
-        report_together(watch, gradients, tables)
-
-    with patch.object(gradients, "_BUCKET", 1), patch.object(guard, "report_together", report):
-        return train(ranks, config_of(STEPS, row_wise=False, **PIPELINES["iteration"]), "gradient"), seen
-
-
-@pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
-def test_a_bad_gradient_of_any_bucket_stops_the_dense_update(
-    run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
-) -> None:
-    for trained, seen in run_ranks(world_size, train_in_parts, gpu=gpu):
-        assert trained.learned
-        assert trained.told
-        assert not trained.dense_changed
-        assert trained.changed == trained.spoilt == []
-        weights = max(seen)  # as an iteration without a graph sees them, in its step
-        assert seen.count(1) >= 2 * weights, "two graphs"
-        assert seen.count(0) >= 2, "nothing is left to their steps"
 
 
 # On GPUs
