@@ -21,6 +21,7 @@ from torch.optim.sgd import sgd
 from . import reasons
 from .adagrad_of_tensors import one_kernel
 from .cuda_graph import destroy, record
+from .host_counts import HostCounts
 
 NATIVE = (Adagrad, SGD)
 """torch's optimizers whose functions are captured directly; others are captured with their option `capturable`."""
@@ -81,7 +82,7 @@ class StepWork:
         self._counts: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._counted: list[int] = []
-        self._one = torch.tensor(1.0)
+        self._on_host = HostCounts([])
         self._rates_on_device: list[Tensor] | None = None
 
     def forget(self) -> None:
@@ -92,12 +93,11 @@ class StepWork:
         if self._on_device and self._counted != [count._version for count in self._counts]:
             # Loaded in place, as by TorchRec's load_state_dict.
             torch._foreach_copy_(self._on_device, self._counts)
+            self._counted = [count._version for count in self._counts]
 
     def after_replay(self) -> None:
         """Counts the step on the host."""
-        if self._counts:
-            torch._foreach_add_(self._counts, self._one, alpha=1.0)
-            self._counted = [count._version for count in self._counts]
+        self._on_host.add_one()
 
     @property
     def is_scaled(self) -> bool:
@@ -112,7 +112,10 @@ class StepWork:
     def prepare(self) -> Callable[[], None]:
         """Returns a function that launches a step, with the memory and numbers found by the last look. It holds memory
         that a graph of it reads."""
-        return {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
+        work = {Adagrad: self._adagrad, SGD: self._sgd}.get(type(self._optimizer), self._capturable)()
+        self._on_host = HostCounts(self._counts)
+        self._counted = [count._version for count in self._counts]
+        return work
 
     def look(self) -> None:
         """Looks for changes, and calls `forget` if there are any. Must be called before every step, with its gradients
@@ -238,7 +241,6 @@ class StepWork:
                     twins[id(parameter)] = count.to(parameter.device, copy=True)
                     self._on_device.append(twins[id(parameter)])
                     self._counts.append(count)
-        self._counted = [count._version for count in self._counts]
         step = type(optimizer).step
 
         def work() -> None:
