@@ -204,7 +204,7 @@ def open_members(path: Path, multi_hot_sizes: Sequence[int], raw_ids: bool = Fal
     try:
         with zipfile.ZipFile(path) as archive:  # Reads only the directory at the file's end; knows zip64.
             infos = {info.filename: info for info in archive.infolist()}
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError) as error:  # the latter where a damaged byte asks for a later zip
         raise ValueError(f"{path} is not a complete zip file ({error}): {COPY_AGAIN}") from error
     names = [f"{feature}.npy" for feature in range(len(multi_hot_sizes))]
     if odd := sorted(infos.keys() ^ set(names)):

@@ -9,7 +9,9 @@ a host map these files, and so share their pages.
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +23,8 @@ from numpy.typing import NDArray
 
 from dlrm_bench.dlrm.data.npy import map_array, write_header
 from dlrm_bench.dlrm.data.steps import Advance, step
+
+LOGGER = logging.getLogger(__name__)
 
 REFERENCE_SEED = 0
 CHUNK_IDS = 1 << 22
@@ -116,11 +120,11 @@ def _skip(rng: np.random.RandomState, high: int, count: int, advance: Advance) -
 
 def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], kept: Sequence[int]) -> None:
     folder.parent.mkdir(exist_ok=True)
-    with _locked(folder.with_suffix(".lock")):
+    with _locked(folder.with_suffix(".lock")) as alone:
         if folder.exists():  # Another process finished it in the meantime.
             return
         title = f"draw the tables that expand 1-hot ids, {_gb(kept, multi_hot_sizes):.1f} GB, once for {folder.parent}"
-        partial = folder.with_suffix(".partial")
+        partial = folder.with_suffix(".partial" if alone else f".{platform.node()}.{os.getpid()}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # Left by a killed process; nobody else works here now.
         partial.mkdir()
         drawn = [feature for feature, hot in enumerate(multi_hot_sizes) if hot > 1]
@@ -135,7 +139,12 @@ def _create(folder: Path, rows: Sequence[int], multi_hot_sizes: Sequence[int], k
                         for piece in pieces:
                             file.write(piece.data)
                             advance(piece.size)
-        os.replace(partial, folder)
+        try:
+            os.replace(partial, folder)
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(partial)  # Another process was faster, where none waits for the other.
 
 
 def kept_ids(rows: Sequence[int], multi_hot_sizes: Sequence[int]) -> Iterator[int]:
@@ -153,8 +162,14 @@ def _shown(title: str, ids: int) -> AbstractContextManager[Advance]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which the system releases however the process dies."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Holds an exclusive lock, which the system releases however the process dies; yields False, and warns, on a file
+    system without locks."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            alone = True
+        except OSError as error:  # such as Lustre, mounted without its option flock
+            alone, why = False, f"its file system cannot lock a file ({error.strerror})"
+            LOGGER.warning("%s: %s: every process that needs the tables now draws them itself", path.parent, why)
+        yield alone

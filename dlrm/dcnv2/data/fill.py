@@ -5,6 +5,7 @@ Each day is written by a separate process, so that 20 GB take seconds; a planted
 hours.
 """
 
+import math
 import multiprocessing
 import os
 import sys
@@ -56,8 +57,12 @@ class FillConfig:
     def __post_init__(self) -> None:
         if self.days < 2:
             raise ValueError(f"--days is {self.days}: choose at least 2, one to train and one to evaluate")
-        if not self.gb > 0:
-            raise ValueError(f"--gb is {self.gb}: choose more than 0")
+        if not 0 < self.gb < math.inf:
+            raise ValueError(f"--gb is {self.gb}: choose a finite number above 0")
+        if self.seed < 0:
+            raise ValueError(f"--seed is {self.seed}: choose at least 0")
+        if not 0 <= self.skew < math.inf:
+            raise ValueError(f"--skew is {self.skew}: choose a finite number of at least 0")
 
 
 def fill(config: FillConfig) -> Manifest:

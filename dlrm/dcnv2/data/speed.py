@@ -14,8 +14,9 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Annotated, Any, Literal
 
 import torch
@@ -95,7 +96,10 @@ def speed(config: SpeedConfig, local_batch_size: int) -> list[Speed]:
     context = multiprocessing.get_context("spawn")
     start = (context.Barrier(config.ranks),)
     with ProcessPoolExecutor(config.ranks, context, initializer=_join, initargs=start) as pool:
-        return list(pool.map(_read, range(config.ranks), *map(repeat, arguments)))
+        ranks = [pool.submit(_read, rank, *arguments) for rank in range(config.ranks)]
+    for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), BrokenBarrierError)):
+        rank.result()  # raises a rank's own error, not that of the ranks that waited for it
+    return [rank.result() for rank in ranks]
 
 
 def _join(barrier: Any) -> None:
@@ -104,6 +108,15 @@ def _join(barrier: Any) -> None:
 
 
 def _read(rank: int, data: DataConfig, model: ModelConfig, ranks: int, size: int, seconds: float) -> Speed:
+    try:
+        return _timed(rank, data, model, ranks, size, seconds)
+    except BaseException:
+        if _barrier is not None:
+            _barrier.abort()  # the others would wait there without end
+        raise
+
+
+def _timed(rank: int, data: DataConfig, model: ModelConfig, ranks: int, size: int, seconds: float) -> Speed:
     dataset = FileDataset(data, model)
     pin = torch.cuda.is_available()
     count = 0

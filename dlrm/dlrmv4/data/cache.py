@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,14 @@ class Cache:
         return cls(folder=folder, limits=limits, **dict(zip(names, columns, strict=True)))
 
 
+def complete_caches(root: Path) -> list[Path]:
+    """Returns the folders of all finished caches under a folder of data, sorted."""
+    return sorted(path.parent for path in root.glob(f"processed*/hstu_cache_L*/{READY}"))
+
+
 def find_cache(root: Path) -> Path:
     """Returns the cache's folder under a folder of data; ValueError unless there is exactly one."""
-    found = sorted(path.parent for path in root.glob(f"processed*/hstu_cache_L*/{READY}"))
+    found = complete_caches(root)
     if len(found) != 1:
         names = ", ".join(map(str, found)) or "none"
         raise ValueError(f"{root} should hold one finished cache, processed_5b/hstu_cache_L4086: found {names}")
@@ -140,6 +146,8 @@ def map_column(path: Path, dtype: Any, dimensions: int = 1) -> NDArray[Any]:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} cannot be mapped ({error}): {COPY_AGAIN}") from error
+    except (SyntaxError, TokenError) as error:  # numpy lets these of Python's own parser through
+        raise ValueError(f"{path} cannot be mapped (its header is damaged): {COPY_AGAIN}") from error
     if array.dtype != dtype or array.ndim != dimensions:
         raise ValueError(
             f"{path}: expected {np.dtype(dtype)} of {dimensions} dimension(s), found {array.dtype} {array.shape}: "

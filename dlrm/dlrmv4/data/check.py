@@ -2,8 +2,9 @@
 
 Each finding names a file and the fix. Every value is read, in pieces, and checked: users and times are in order, ids
 within the maps and the benchmark's tables, flags follow from types and played ratios, and anchors follow from the
-limits. A missing index of windows is written first: MLCommons' download has none. --mlperf also compares counts and
-checksums with MLPerf's own files, which takes as long as reading 227 GB twice; --fast checks headers and lengths only.
+limits. A missing index of windows is written first: MLCommons' download has none; of damaged files it does not stay.
+--mlperf also compares counts and checksums with MLPerf's own files, which takes as long as reading 227 GB twice; --fast
+checks headers and lengths only.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import (
     WINDOWS,
 )
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import EVENT_TYPES
-from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, prepare_windows
+from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, paths, prepare_windows
 
 PIECE = 4_000_000
 
@@ -56,6 +57,8 @@ def check(config: CheckConfig) -> CheckedCache:
     try:
         cache = Cache.open(find_cache(config.directory))
         maps = ItemMaps.open(config.directory)
+        windows_path = paths(cache.folder, cache.limits)[1]
+        prepared = windows_path.exists()
         index = prepare_windows(cache)
     except ValueError as error:
         return CheckedCache([str(error)], 0, 0)
@@ -65,6 +68,8 @@ def check(config: CheckConfig) -> CheckedCache:
         if not findings:  # the next checks rely on the users' bounds
             findings += _event_findings(cache, maps)
             findings += _index_findings(cache, index)
+    if findings and not prepared:
+        windows_path.unlink(missing_ok=True)  # It may be of damaged times, whose file will be replaced.
     if config.mlperf:
         findings += _checksum_findings(config.directory)
     return CheckedCache(findings, len(cache), len(cache.positions))

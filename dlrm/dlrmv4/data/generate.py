@@ -32,7 +32,7 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
+from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, complete_caches
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter, Events
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import write_maps
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
@@ -145,7 +145,7 @@ def smoke_config(out: Path) -> GenerateConfig:
 def generate(config: GenerateConfig) -> tuple[Generated, bool]:
     """Writes the data unless they exist; returns their description, and whether they were written.
 
-    ValueError where OUT has other data, or too little room.
+    ValueError where OUT has other data or too little room, or cannot be written.
     """
     parameters = _parameters(config)
     if known := read_generated(config.out):
@@ -156,16 +156,29 @@ def generate(config: GenerateConfig) -> tuple[Generated, bool]:
             f"{config.out} was generated with {name} {known.parameters.get(name)}, not {parameters[name]}: choose "
             "another directory, or delete it"
         )
+    for folder in complete_caches(config.out):  # of any history: they share the maps
+        raise ValueError(f"{folder} holds a complete cache: delete it, or choose another directory")
+    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        return _write(config, parameters), True
+    except OSError as error:
+        free = shutil.disk_usage(config.out).free / 1e9
+        raise ValueError(
+            f"{config.out} cannot be written ({error}; {free:.1f} GB are free): make room, or choose another directory"
+        ) from error
+
+
+def _write(config: GenerateConfig, parameters: dict[str, Any]) -> Generated:
     world = make_world(config)
     counts = user_events(config)
     _require_space(config, int(counts.sum()))
     artist, album = (np.zeros(config.items + 1, dtype=np.int32) for _ in range(2))
     catalogue(config.seed, 6, config.artists, ARTIST_SHARE, artist)
     catalogue(config.seed, 8, config.albums, ALBUM_SHARE, album)
-    write_maps(config.out, artist, album)
     best = np.zeros((2, 2, BINS), dtype=np.int64)
     folder = config.out / "processed_5b" / config.limits.cache_name
     with CacheWriter(folder, config.limits) as writer, RawWriter(config.out, config.raw, int(world.end)) as raw:
+        write_maps(config.out, artist, album)  # here: the maps of another writer, or of a complete cache, stay
         for events, counted in _chunks(config, world, counts, artist):
             writer.append(events)
             raw.append(events)
@@ -186,7 +199,7 @@ def generate(config: GenerateConfig) -> tuple[Generated, bool]:
     partial_path = config.out / f"{MANIFEST}.partial"
     partial_path.write_text(json.dumps(asdict(generated), indent=1) + "\n")
     os.replace(partial_path, config.out / MANIFEST)
-    return generated, True
+    return generated
 
 
 def read_generated(root: Path) -> Generated | None:
@@ -284,7 +297,6 @@ def _make(
 
 
 def _require_space(config: GenerateConfig, events: int) -> None:
-    config.out.mkdir(parents=True, exist_ok=True)
     needed = events * (EVENT_BYTES + 24 + (20 if config.raw else 0)) + 16 * config.items
     free = shutil.disk_usage(config.out).free
     if needed > free:

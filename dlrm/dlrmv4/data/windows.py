@@ -20,9 +20,14 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
+from dlrm_bench.dlrm.data.lock import locked
+from dlrm_bench.dlrm.data.npy import COPY_AGAIN, write_header
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, map_column
 from dlrm_bench.dlrm.dlrmv4.data.compiled import compiled
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits
+
+LOCK = "windows.lock"
+"""Locked by the process that prepares an index; gone once the index is complete."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,35 +96,49 @@ def paths(folder: Path, limits: Limits) -> tuple[Path, Path]:
 
 
 def prepare_windows(cache: Cache) -> WindowIndex:
-    """Writes the index of a cache where there is none, and opens it.
+    """Writes the index of a cache where there is none, and opens it; ValueError where another process is writing it.
 
     Reads the anchors' times three times, 18 GB of MLPerf's data each, at the disk's speed or, on one core, 96 million
-    anchors a second (measured). Memory: the maps' pages, which the system drops where memory is short. The windows'
-    file appears last, and complete.
+    anchors a second (measured). Memory: the maps' pages, which the system drops where memory is short. Both files
+    appear complete, the windows' last.
     """
-    ranges_path, windows_path = paths(cache.folder, cache.limits)
-    if not windows_path.exists():
-        if not len(cache.positions):
-            raise ValueError(
-                f"{cache.folder} has no anchors: no user has more than {cache.limits.min_history} events; lower the "
-                "limits or generate more events a user"
-            )
-        times, seconds = cache.anchor_timestamp, cache.limits.window_seconds
-        start, end = _extent(times)
-        windows = np.zeros(((end - start) // seconds + 1, 2), dtype=np.int64)
-        _count(times, start, seconds, windows)
-        count = int(windows[:, 0].sum())
-        windows[:, 0] = np.cumsum(windows[:, 0]) - windows[:, 0]
-        ranges = open_memmap(ranges_path, "w+", np.int64, (count, 2))
-        with ranges_path.open("r+b") as file:  # A full disk is an error here; under a map it would be a signal.
-            os.posix_fallocate(file.fileno(), 0, ranges_path.stat().st_size)
-        _fill(times, start, seconds, windows[:, 0].copy(), np.zeros(len(windows), dtype=np.int64), ranges)
-        ranges.flush()
-        partial = windows_path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            np.save(file, windows)
-        os.replace(partial, windows_path)
+    if not paths(cache.folder, cache.limits)[1].exists():
+        lock = cache.folder / LOCK
+        with locked(lock, "another process prepares the index of windows: wait for it, then repeat the command"):
+            if not paths(cache.folder, cache.limits)[1].exists():  # again: another process may have just ended
+                _write(cache)
+            lock.unlink(missing_ok=True)
     return WindowIndex.open(cache)
+
+
+def _write(cache: Cache) -> None:
+    times, seconds = cache.anchor_timestamp, cache.limits.window_seconds
+    if not len(cache.positions):
+        raise ValueError(
+            f"{cache.folder} has no anchors: no user has more than {cache.limits.min_history} events; lower the "
+            "limits or generate more events a user"
+        )
+    start, end = _extent(times)
+    if not 0 <= start <= end < 1 << 31:
+        path = cache.folder / f"anchor_ts_{cache.limits.anchors_name}.npy"
+        raise ValueError(f"{path} has times from {start} to {end} s, and times fit 31 bits: {COPY_AGAIN}")
+    windows = np.zeros(((end - start) // seconds + 1, 2), dtype=np.int64)
+    _count(times, start, seconds, windows)
+    count = int(windows[:, 0].sum())
+    windows[:, 0] = np.cumsum(windows[:, 0]) - windows[:, 0]
+    ranges_path, windows_path = paths(cache.folder, cache.limits)
+    partial = ranges_path.with_suffix(".partial")
+    ranges = open_memmap(partial, "w+", np.int64, (count, 2))
+    with partial.open("r+b") as file:  # A full disk is an error here; under a map it would be a signal.
+        os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
+    _fill(times, start, seconds, windows[:, 0].copy(), np.zeros(len(windows), dtype=np.int64), ranges)
+    ranges.flush()
+    os.replace(partial, ranges_path)
+    partial = windows_path.with_suffix(".partial")
+    with partial.open("wb") as file:  # np.save would not report that the disk is full
+        write_header(file, windows.dtype, windows.shape)
+        file.write(windows.data)
+    os.replace(partial, windows_path)
 
 
 @compiled

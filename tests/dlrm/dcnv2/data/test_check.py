@@ -1,4 +1,5 @@
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -153,6 +154,16 @@ def test_mlperfs_numbers_of_samples(small: Path, monkeypatch: pytest.MonkeyPatch
     ]
     monkeypatch.setattr(module, "MLPERF_DAY_SAMPLES", (9, 9, 9, 9))  # Another set altogether.
     assert findings(small) == []
+
+
+def test_a_last_day_that_no_checksum_knows(known: Path) -> None:
+    """As of `dlrm-bench data fill`, whose manifest has no checksums."""
+    manifest = json.loads((known / MANIFEST).read_text())
+    (known / MANIFEST).write_text(json.dumps(manifest | {"files": {}}))
+    assert findings(known) == []
+    for path in known.glob("day_3_*"):
+        path.unlink()
+    assert findings(known) == ["day_3_dense.npy does not exist, and the manifest has 4 days: copy the missing day"]
 
 
 def test_unfinished_and_unreadable(small: Path, tmp_path: Path) -> None:

@@ -119,6 +119,15 @@ def test_a_truncated_zip(tmp_path: Path, model: ModelConfig, arrays: dict[str, n
         MultiHotDay(tmp_path, 0, model)
 
 
+def test_a_damaged_directory_of_a_zip(tmp_path: Path, model: ModelConfig, arrays: dict[str, np.ndarray]) -> None:
+    path = tmp_path / "day_0_sparse_multi_hot.npz"
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 6] = 255  # the version that is needed to extract a member
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"npz is not a complete zip file \(zip file version 25.5\)"):
+        MultiHotDay(tmp_path, 0, model)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -1,4 +1,7 @@
+import errno
+import fcntl
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,7 +123,18 @@ def _open(path: Path) -> int:
     return int(table.sum(dtype=np.int64))
 
 
-def test_processes_at_once_get_whole_tables(tmp_path: Path, draw_reference: Reference) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_at_once_get_whole_tables(
+    tmp_path: Path, draw_reference: Reference, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """Also on a file system without locks, where each process draws them."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
     with multiprocessing.get_context("fork").Pool(4) as pool:
         sums = pool.map(_open, [tmp_path] * 8)
     assert set(sums) == {draw_reference((50_000, 30), (11, 2))[0].sum(dtype=np.int64)}
+    assert not list((tmp_path / FOLDER).glob("*.partial"))

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,13 @@ def test_a_directory_in_use_is_left_alone(filled: Path, capsys: pytest.CaptureFi
     assert "is not empty: name a directory that does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "values"), [("--days", {"days": 1}), ("--gb", {"gb": 0.0})])
-def test_bad_flags(flag: str, values: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        *(("--days", {"days": 1}), ("--gb", {"gb": 0.0}), ("--gb", {"gb": math.inf}), ("--seed", {"seed": -1})),
+        *(("--skew", {"skew": math.nan}), ("--skew", {"skew": -3.0}), ("--skew", {"skew": math.inf})),
+    ],
+)
+def test_bad_flags(flag: str, values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=flag):
         fill(FillConfig(directory=Path("nowhere"), **values))  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dlrm_bench.dlrm.dcnv2.data.fill import FillConfig, fill
@@ -27,6 +29,16 @@ def test_ranks_read_at_once(files: Path, capsys: pytest.CaptureFixture[str]) -> 
     arguments = ["--preset", "smoke", "--local-batch-sizes", "50", "--seconds", "0.05", "--ranks", "2"]
     assert main([str(files), *arguments]) == 0
     assert "2 ranks of 2 threads" in capsys.readouterr().out
+
+
+def test_an_error_of_one_rank_ends_the_others(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = Path(shutil.copytree(files, tmp_path / "files"))
+    labels = np.load(copy / "day_0_labels.npy")
+    labels[60] = 7  # in the first batch of rank 1
+    np.save(copy / "day_0_labels.npy", labels)
+    arguments = ["--preset", "smoke", "--local-batch-sizes", "50", "--seconds", "0.05", "--ranks", "2"]
+    assert main([str(copy), *arguments]) == 2
+    assert "the label of sample 60 is 7" in capsys.readouterr().err
 
 
 def test_files_of_another_model(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

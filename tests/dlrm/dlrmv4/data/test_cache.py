@@ -25,12 +25,22 @@ def copy_of(tmp_path: Path) -> Path:
     return Path(shutil.copytree(REFERENCE_CACHE, tmp_path / "hstu_cache_L9"))
 
 
+def in_header(path: Path, known: bytes, other: bytes) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:128].replace(known, other) + content[128:])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: (f / "_READY").unlink(), "half written"),
         (lambda f: (f / "flat_uid.npy").unlink(), r"flat_uid\.npy cannot be mapped"),
         (lambda f: (f / "flat_uid.npy").write_bytes((f / "flat_uid.npy").read_bytes()[:900]), "cannot be mapped"),
+        (
+            lambda f: in_header(f / "flat_uid.npy", b"}", b" "),
+            r"flat_uid\.npy cannot be mapped \(its header is damaged",
+        ),
+        (lambda f: in_header(f / "flat_uid.npy", b"False", b"Fals("), "its header is damaged"),
         (lambda f: np.save(f / "flat_uid.npy", np.zeros(443, dtype=np.int32)), "expected int64"),
         (lambda f: np.save(f / "flat_uid.npy", np.zeros(4, dtype=np.int64)), "has 4 events, store_meta.json 443"),
         (lambda f: np.save(f / "positions_L9.npy", np.zeros(4, dtype=np.int64)), "positions and anchor_ts have 4"),

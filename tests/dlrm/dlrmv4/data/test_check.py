@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,23 @@ def test_an_index_that_is_not_there_is_written(made):
             path.unlink()
     assert check(CheckConfig(directory=made, fast=True)).findings == []
     assert list((made / "processed_5b").glob("*/windows_L30_86400s.npy"))
+
+
+def test_an_index_of_damaged_times_does_not_stay(made):
+    folder = find_cache(made)
+    path, (windows,) = folder / "anchor_ts_L30.npy", folder.glob("windows_*")
+    times, expected = path.read_bytes(), windows.read_bytes()
+    damaged = np.load(path)
+    (made / "generated.json").unlink()  # as MLCommons' download, which also lacks the index
+    for value, message in ((0, "lacks the anchors"), (1 << 60, rf"anchor_ts_L30.npy has times from .* to {1 << 60} s")):
+        windows.unlink()
+        damaged[5] = value
+        np.save(path, damaged)
+        assert re.search(message, check(CheckConfig(directory=made)).findings[0])
+        assert not windows.exists()
+        path.write_bytes(times)  # copied again
+        assert check(CheckConfig(directory=made, fast=True)).findings == []
+        assert windows.read_bytes() == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Made data have the statistics published of Yambda, and the same bytes again; the teacher's AUC is the best."""
 
+import contextlib
 import dataclasses
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,10 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from dlrm_bench.dlrm.data.check import CheckConfig
+from dlrm_bench.dlrm.data.lock import locked
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
+from dlrm_bench.dlrm.dlrmv4.data.cache_writer import LOCK, CacheWriter
 from dlrm_bench.dlrm.dlrmv4.data.check import check
 from dlrm_bench.dlrm.dlrmv4.data.generate import (
     GenerateConfig,
@@ -21,7 +25,7 @@ from dlrm_bench.dlrm.dlrmv4.data.generate import (
     smoke_config,
     user_events,
 )
-from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps, map_path
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits
 from dlrm_bench.dlrm.dlrmv4.data.listeners import HOURLY
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
@@ -222,6 +226,33 @@ def test_an_interrupted_generator_is_begun_again(tmp_path):
     (folder / "_READY").unlink()
     assert generate(dataclasses.replace(config, seed=3))[1]
     assert check(CheckConfig(directory=tmp_path)).findings == []
+
+
+@pytest.mark.parametrize(("complete", "history"), [(True, 30), (True, 60), (False, 30)])
+def test_maps_of_others_stay(tmp_path, complete, history):
+    """Those of preprocessed data, and of a generator that is still running."""
+    config = GenerateConfig(out=tmp_path, **SMALL)
+    generate(config)
+    maps = {name: map_path(tmp_path, name).read_bytes() for name in ("artist", "album")}
+    (tmp_path / "generated.json").unlink()
+    folder = find_cache(tmp_path)
+    if not complete:
+        (folder / "_READY").unlink()
+    with contextlib.nullcontext() if complete else locked(folder / LOCK), pytest.raises(ValueError, match=str(folder)):
+        generate(dataclasses.replace(config, artists=30, albums=70, history=history))
+    assert maps == {name: map_path(tmp_path, name).read_bytes() for name in maps}
+
+
+def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = GenerateConfig(out=tmp_path / "out", **SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheWriter, "append", full)
+        with pytest.raises(ValueError, match=rf"^{config.out} cannot be written \(.*No space left on device; .* free"):
+            generate(config)
+    assert generate(config)[1]
 
 
 @pytest.mark.parametrize(

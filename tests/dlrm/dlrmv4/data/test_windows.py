@@ -1,12 +1,14 @@
 """The index of windows equals the scan that it spares."""
 
 import dataclasses
+import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlrm_bench.dlrm.dlrmv4.data import plain
+from dlrm_bench.dlrm.dlrmv4.data import plain, windows
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, paths, prepare_windows
 
@@ -89,6 +91,63 @@ def test_damage_within_the_index_names_its_file(cache, tmp_path, value):
     index = WindowIndex.open(copy)
     with pytest.raises(ValueError, match=rf"{path}: the ranges of window {window} are damaged"):
         index.select(window, np.arange(index.anchors_of(window)))
+
+
+def without_index(cache: Cache, tmp_path: Path) -> Cache:
+    unwanted = shutil.ignore_patterns("ranges_*", "windows_*")
+    return Cache.open(shutil.copytree(cache.folder, tmp_path / cache.folder.name, ignore=unwanted))
+
+
+def kill(*_):
+    raise KeyboardInterrupt
+
+
+def test_an_index_has_one_writer(cache, tmp_path, monkeypatch):
+    copy = without_index(cache, tmp_path)
+
+    def meanwhile(*_):
+        with pytest.raises(ValueError, match=f"{copy.folder}: another process prepares the index"):
+            prepare_windows(copy)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(windows, "_fill", meanwhile)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_windows(copy)
+    index = prepare_windows(copy)
+    assert [list(copy.folder.glob(f"*.{end}")) for end in ("partial", "lock")] == [[], []]
+    assert index.windows.tobytes() == prepare_windows(cache).windows.tobytes()
+
+
+def test_a_writer_that_is_killed_leaves_the_ranges_that_are_read(cache, tmp_path, monkeypatch):
+    """A run maps them; where the file system has no locks, another process may have begun before the run's was done."""
+    copy = without_index(cache, tmp_path)
+    read = prepare_windows(copy).ranges
+    expected = read.tobytes()
+    paths(copy.folder, copy.limits)[1].unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(windows, "_fill", kill)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_windows(copy)
+    assert read.tobytes() == expected
+
+
+def test_a_disk_that_fills_up_leaves_no_index(cache, tmp_path):
+    folder = without_index(cache, tmp_path).folder
+    many = dataclasses.replace(cache, folder=folder, limits=dataclasses.replace(cache.limits, window_seconds=500))
+    windows_path = paths(folder, many.limits)[1]
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    prepare_windows(many)
+    size = windows_path.stat().st_size
+    assert size > paths(folder, many.limits)[0].stat().st_size + 100
+    windows_path.unlink()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            prepare_windows(many)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    assert not windows_path.exists()
 
 
 def test_data_without_anchors_is_refused(cache, tmp_path):
