@@ -9,6 +9,7 @@ verdict; 128 plus the signal's number after a signal.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,6 +21,7 @@ from dlrm_bench.bench.doctor.options import DoctorOptions
 from dlrm_bench.bench.forwarded import split_forwarded
 from dlrm_bench.bench.history.arguments import BisectCommand, HistoryCommand
 from dlrm_bench.bench.ladder.arguments import LadderCommand
+from dlrm_bench.bench.parsed import parsed
 from dlrm_bench.bench.report.arguments import Report, Tables
 from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.dlrm.runtime.command_line import FailedError, exit_status
@@ -320,7 +322,10 @@ def _run(arguments: Sequence[str]) -> int:
 
         print(version(ROOT))
         return 0
-    command = tyro.cli(Command, prog="dlrm-bench", description=__doc__, args=own)
+    try:
+        command: Command = parsed(partial(tyro.cli, Command, prog="dlrm-bench", description=__doc__, args=own))
+    except ValueError as error:
+        raise ValueError(f"{error}; `dlrm-bench COMMAND --help` explains each command") from None
     if not isinstance(command, Data | Submission | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
     from dlrm_bench.bench.console import console  # rich is imported once the flags are read

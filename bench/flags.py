@@ -1,9 +1,7 @@
 """Flags of launch/dlrm.py: the run's own, and those of the pipeline that --pipeline names."""
 
-import contextlib
-import io
-import re
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
@@ -11,8 +9,20 @@ from typing import Any, cast
 import tyro
 
 from dlrm_bench.bench.config import PIPELINES, RunConfig
+from dlrm_bench.bench.parsed import parsed
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.benchmarks import PRESETS
+
+
+def known_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the values of the parser's flags, and all other words. ValueError names a flag with a bad value.
+
+    parser: made with exit_on_error=False: it would end the process with its usage, which lists its own flags alone.
+    """
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}") from None
 
 
 def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: str, prints: bool) -> RunConfig:
@@ -24,41 +34,13 @@ def parse_run(preset_name: str, pipeline: str, arguments: Sequence[str], text: s
         raise ValueError(f"--pipeline {pipeline!r} is unknown: choose one of {', '.join(PIPELINES)}")
     default = replace(preset(preset_name), pipeline=PIPELINES[pipeline]())
     _refuse_flags_of_other_pipelines(pipeline, arguments)
-    presets = "\n".join(f"{name}: {each.text}" for name, (_, each) in PRESETS.items())
+    presets = "\n\n".join(f"{name}: {each.text}" for name, (_, each) in PRESETS.items())
     text = f"{text}\n\nPresets\n\n{presets}"
     kinds = tuple(type(options) for options in (default.model, default.data, default.optimizer))
     narrowed: Any = RunConfig[kinds]  # type: ignore[valid-type]  # so that tyro sees the fields of this benchmark's
     kind: Any = tyro.conf.AvoidSubcommands[narrowed]  # type: ignore[misc]
     cli = partial(tyro.cli, kind, default=default, args=arguments, description=text)
-    return cast(RunConfig, _parsed(cli, prints))
-
-
-def _parsed(cli: Callable[[], Any], prints: bool) -> Any:
-    """Returns the result of tyro; its page about a wrong flag becomes a ValueError."""
-    page = io.StringIO()
-    try:
-        quiet = contextlib.nullcontext() if prints else contextlib.redirect_stdout(io.StringIO())
-        with contextlib.redirect_stderr(page), quiet:
-            return cli()
-    except SystemExit as leave:
-        if not leave.code:
-            raise
-        raise ValueError(_in_one_line(page.getvalue())) from None
-
-
-def _in_one_line(page: str) -> str:
-    """Returns the error of tyro's page: sections with rules between them, in a frame with the title or below the title.
-
-    Of tyro's suggestions only the flags are kept; their help, and how to get all help, are left out.
-    """
-    lines = [line.strip("│┃ ") for line in page.splitlines() if not line.startswith(("╭", "╰"))]
-    sections = [part.split("\n") for part in re.split("^[-─━]{3,}$", "\n".join(lines), flags=re.MULTILINE)]
-    said, *others = sections if "╭" in page else sections[1:]
-    meant = [
-        line.split()[0] for section in others if "Perhaps you meant:" in section for line in section if line[:2] == "--"
-    ]
-    error = " ".join(filter(None, said)).removeprefix("Error parsing RunConfig: ")
-    return f"{error}; perhaps you meant {' or '.join(meant)}" if meant else error
+    return cast(RunConfig, parsed(cli, prints))
 
 
 def _refuse_flags_of_other_pipelines(pipeline: str, arguments: Sequence[str]) -> None:

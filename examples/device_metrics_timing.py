@@ -121,9 +121,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--samples", type=int, default=512, help="number of samples per batch")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds, at least 2")
     parser.add_argument("--calls", type=int, default=8, help="number of updates of a case per round")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds: an interval needs at least 2")
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU: examples/device_metrics.py runs without one")
     cases = [Case(kind, metrics, tasks, options.samples) for metrics in SETS for tasks in (1, 20) for kind in KINDS]
     for _ in range(options.rounds):
         for case in cases:

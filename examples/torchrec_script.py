@@ -6,9 +6,9 @@ It runs with or without GPUs, and prints the same losses both ways; without a GP
 PYTHONPATH is only needed in a checkout, not for an installed package.
 """
 
+import argparse
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -29,7 +29,9 @@ warnings.simplefilter("ignore", FutureWarning)
 for library in ("torchrec", "torch.fx", *([] if torch.cuda.is_available() else ["dlrm_bench"])):
     logging.getLogger(library).setLevel(logging.ERROR)
 
-stock = "--stock" in sys.argv
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--stock", action="store_true", help="train under TorchRec's TrainPipelineSparseDist")
+stock = parser.parse_args().stock
 cuda = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 if cuda:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from dlrm_bench.bench.checkpoints.folders import on_rank_0
 from dlrm_bench.bench.config import RunConfig, as_json
+from dlrm_bench.bench.flags import known_flags
 from dlrm_bench.bench.obstacles import check_machine
 from dlrm_bench.bench.run import run
 from dlrm_bench.bench.stats.statistics import student_t
@@ -103,11 +104,11 @@ def _new_summary(results_dir: Path) -> Path:
 def parse_seeds(arguments: list[str]) -> tuple[range, list[str] | None, list[str]]:
     """Returns the seeds given on a command line, the words after --rungs, and the remaining words. ValueError names a
     bad flag."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rungs", nargs=3)
-    chosen, rest = parser.parse_known_args(arguments)
+    chosen, rest = known_flags(parser, arguments)
     if chosen.seeds < 2:
         raise ValueError(f"--seeds is {chosen.seeds}: an interval needs at least 2")
     if chosen.first_seed < 0:

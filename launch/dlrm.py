@@ -38,7 +38,7 @@ prepare()
 
 # None of these imports needs torch, which is imported after the flags are read: --help and a wrong flag answer at once.
 from dlrm_bench.bench.config import RunConfig, as_json
-from dlrm_bench.bench.flags import parse_run
+from dlrm_bench.bench.flags import known_flags, parse_run
 from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.dlrm.runtime.command_line import exit_process
 from dlrm_bench.launch.failures import guarded
@@ -48,7 +48,7 @@ from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 def parse(arguments: list[str]) -> RunConfig:
     """Returns the configuration of a command line; exits after --help and --print-*. ValueError names a bad flag."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset", default="smoke")
     first.add_argument("--pipeline", default=TorchRecOptions.name)
     first.add_argument("--print-config", action="store_true")
@@ -57,7 +57,7 @@ def parse(arguments: list[str]) -> RunConfig:
     first.add_argument("--network-gb-s", type=float, metavar="RATE")
     first.add_argument("--host-memory-gb", type=float, metavar="GB")
     first.add_argument("--limits", type=Path, metavar="FILE")
-    chosen, rest = first.parse_known_args(arguments)
+    chosen, rest = known_flags(first, arguments)
     config = parse_run(chosen.preset, chosen.pipeline, rest, __doc__ or "", os.environ.get("LOCAL_RANK", "0") == "0")
     if chosen.print_config:
         print(json.dumps(as_json(config), indent=2))

@@ -92,6 +92,12 @@ def test_the_example_prints_what_stock_torchrec_prints(tmp_path: Path) -> None:
     assert losses(tmp_path / "stock", "--stock") == ours
 
 
+def test_the_example_refuses_a_flag_that_it_does_not_have(tmp_path: Path) -> None:
+    ended = wait(fork(1, tmp_path, run_script, EXAMPLE, ["--stok"]), tmp_path)
+    assert ended.statuses == [2]
+    assert "error: unrecognized arguments: --stok" in ended.outputs[0]
+
+
 def test_the_lines_in_the_readme_are_those_of_the_example() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", READMES[0].read_text(encoding="utf-8"), re.DOTALL)
     lines = {line.strip() for line in EXAMPLE.read_text(encoding="utf-8").splitlines()}

@@ -26,6 +26,7 @@ from dlrm_bench.bench.checkpoints.folders import (
     delete_folder,
     in_units,
     locked,
+    make_folder,
     on_rank_0,
     unfinished_of,
 )
@@ -289,7 +290,7 @@ class Checkpoints:
 
     def _prepare(self, path: Path, resumed: Resumed | None) -> None:
         """Locks the folder for this run, and deletes unfinished checkpoints of earlier runs."""
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path, "--checkpoint.path")
         self._lock = locked(path, "--checkpoint.path")
         complete = complete_checkpoints(path)
         goes_on = self._config.resumes_newest or (

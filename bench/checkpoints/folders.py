@@ -35,13 +35,24 @@ def on_rank_0(ranks: Ranks, work: Callable[[], _Result], group: dist.ProcessGrou
     return result
 
 
+def make_folder(path: Path, flag: str, mode: int = 0o777) -> None:
+    """Makes the folder that `flag` names, where there is none. ValueError, with the flag, if that is not possible."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be created ({error.strerror}): choose another folder") from None
+
+
 def locked(path: Path, flag: str, lock: TextIO | None = None, shared: bool = False) -> TextIO:
-    """Returns a file that locks a folder for as long as it is open. ValueError where another process has it, or where
-    the file system has no locks.
+    """Returns a file that locks a folder for as long as it is open. ValueError where another process has it, where
+    nothing can be written, or where the file system has no locks.
 
     lock: the file, if this process has locked the folder before. shared: with processes that share it too.
     """
-    lock = lock or (path / LOCK).open("w")
+    try:
+        lock = lock or (path / LOCK).open("w")
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_bench.bench.checkpoints.folders import LOCK, in_units
+from dlrm_bench.bench.checkpoints.folders import LOCK, in_units, make_folder
 from dlrm_bench.bench.checkpoints.saved_state import (
     SLOTS,
     STATE_JSON,
@@ -69,9 +69,9 @@ class Slots:
     """Whether the snapshot that the run resumes is a checkpoint too."""
 
 
-def make_folder(path: Path) -> None:
-    """Makes the folder where there is none. ValueError where it is another user's, or not in memory."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_memory_folder(path: Path) -> None:
+    """Makes the folder where there is none. ValueError where that fails, or it is another user's, or not in memory."""
+    make_folder(path, "--snapshot.path", mode=0o700)
     if path.stat().st_uid != os.geteuid():
         raise ValueError(f"--snapshot.path {path} belongs to another user: choose another folder")
     kind = _file_system(path)

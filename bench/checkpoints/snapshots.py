@@ -20,7 +20,7 @@ from dlrm_bench.bench.checkpoints.memory_folder import (
     Slots,
     check_left_over,
     close_slot,
-    make_folder,
+    make_memory_folder,
     open_slot,
     prepare_slots,
     remove_slots,
@@ -114,7 +114,7 @@ class Snapshots:
         on_rank_0(self._ranks, partial(remove_slots, self._path))
 
     def _prepare(self, layout: Layout, config: RunConfig, resumed: Resumed | None) -> Slots:
-        make_folder(self._path)
+        make_memory_folder(self._path)
         self._lock = self._locked(shared=False)
         within = resumed is not None and resumed.folder.resolve().parent == self._path.resolve()
         kept = self._path / resumed.folder.name if resumed is not None and within else None

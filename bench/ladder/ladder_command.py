@@ -1,5 +1,6 @@
 """dlrm-bench ladder: plans a ladder or resumes one, runs it, and prints its tables."""
 
+import math
 import shlex
 import shutil
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dlrm_bench.bench.compare.checks import percentage
-from dlrm_bench.bench.forwarded import preset_name
+from dlrm_bench.bench.forwarded import preset_name, take_flag
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.analysis import (
     ladder_clock_table,
@@ -23,6 +24,7 @@ from dlrm_bench.bench.ladder.run_ladder import Rounds, make_plan, plan_to_resume
 from dlrm_bench.bench.records.ladder import Plan, read_ladder_json
 from dlrm_bench.bench.records.record import create_run_folder
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
+from dlrm_bench.dlrm.benchmark import Rung
 from dlrm_bench.dlrm.benchmarks import preset_of
 
 
@@ -49,9 +51,11 @@ def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
     benchmark, _ = preset_of(preset_name(forwarded))
     if asked.rungs not in benchmark.ladders:
         raise ValueError(f"--rungs {asked.rungs!r} is unknown: choose one of {', '.join(benchmark.ladders)}")
+    rungs = benchmark.ladders[asked.rungs]
+    _check_flags(asked.rungs, rungs, forwarded)
     processes = processes_of_run(asked.nproc)
     plan = make_plan(
-        benchmark.ladders[asked.rungs],
+        rungs,
         rounds,
         processes=processes,
         seed=asked.seed,
@@ -63,10 +67,30 @@ def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
     return plan, create_run_folder(asked.results_dir, new_id(processes, forwarded, "ladder"))
 
 
+def _check_flags(ladder: str, rungs: Sequence[Rung], flags: Sequence[str]) -> None:
+    """Raises ValueError for a flag that every rung would replace, or that would replace the pipeline of a rung.
+
+    A rung without --pipeline is stock, except in a ladder of one thing twice, whose thing the flags may choose.
+    """
+    if ladder != "same" and take_flag(flags, "--pipeline")[0] is not None:
+        raise ValueError(f"--pipeline is set by the rungs of {ladder}: leave it out")
+    for flag in sorted({word for rung in rungs for word in rung.flags if word.startswith("--")}):
+        given, *own = (_value(words, flag) for words in (flags, *(rung.flags for rung in rungs)))
+        values = [value for value in dict.fromkeys(own) if value is not None]
+        if given is not None and None not in own and given not in values:
+            raise ValueError(f"{flag} is set by every rung of {ladder}, to {' or '.join(values)}: leave it out")
+
+
+def _value(words: Sequence[str], flag: str) -> str | None:
+    """Returns the value, or the first of several, of a flag; None if it is absent or a switch."""
+    value, _ = take_flag(words, flag)
+    return None if value is None or value.startswith("--") else value
+
+
 def _rounds(asked: LadderCommand) -> Rounds:
     """Returns the number of rounds that the flags ask for, or the precision that ends them."""
-    if asked.max_minutes is not None and asked.max_minutes <= 0:
-        raise ValueError(f"--max-minutes is {asked.max_minutes:g}: it must be positive")
+    if asked.max_minutes is not None and not 0 < asked.max_minutes < math.inf:
+        raise ValueError(f"--max-minutes is {asked.max_minutes:g}: it must be positive and finite")
     if asked.rounds != "auto":
         for name in ("detect", "max_rounds"):
             if name in asked.given():
@@ -92,7 +116,10 @@ def _launch(asked: LadderCommand) -> list[str]:
     for name in ("nproc", "host"):
         if name in asked.given():
             raise ValueError(f"--{name} is for local ranks, but --launch starts the ranks: leave it out")
-    words = shlex.split(asked.launch)
+    try:
+        words = shlex.split(asked.launch)
+    except ValueError as error:
+        raise ValueError(f"--launch {asked.launch!r}: {error}") from None
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"--launch {asked.launch!r}: there is no such command")
     return words

@@ -83,6 +83,8 @@ def write_report(paths: Sequence[Path], out: Path, console: Console, first: Path
 
 
 def _read(paths: Sequence[Path], console: Console) -> Sources:
+    if not paths:
+        raise ValueError("nothing is named: name records, or folders of them")
     found = find(paths)
     with StillBar(len(found), "reading", console) as bar:
         sources = read_sources(found, lambda number, path: bar.show(number, f"reading {escape(str(path))}"))

@@ -161,17 +161,28 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
             "--preset is a flag of launch/dlrm.py, and this",
         ),
         (["tables", str(tmp_path), "--preset", "smoke"], "--preset is a flag of launch/dlrm.py, and this"),
+        ([], "Expected one of {compare, ladder, "),
+        (["compere"], "Unrecognized options: compere; `dlrm-bench COMMAND --help` explains each command"),
+        (["ladder", "--rouns", "3"], "Unrecognized options: --rouns, 3; perhaps you meant --rounds or --rungs"),
+        (["ladder", "--rounds", "x"], "Error parsing --rounds: no type matching INT|{auto}"),
         (["ladder", "--rungs", "none"], "--rungs 'none' is unknown"),
         (["ladder", "--rounds", "0"], "--rounds is 0"),
         (["ladder", "--detect", "1%"], "--detect is for --rounds auto"),
         (["ladder", "--rounds", "auto", "--detect", "0%"], "no number of rounds finds a zero difference"),
         (["ladder", "--rounds", "auto", "--max-rounds", "1"], "--max-rounds is 1"),
         (["ladder", "--max-minutes", "0"], "--max-minutes is 0"),
+        (["ladder", "--max-minutes", "nan"], "--max-minutes is nan"),
+        (["ladder", "--max-minutes", "inf"], "--max-minutes is inf"),
         (["ladder", "--resume", str(tmp_path)], "plan.json cannot be read"),
         (["ladder", "--resume", str(tmp_path), "--seed", "1"], "leave out --seed"),
         (["ladder", "--nproc", "0"], "--nproc is 0"),
         (["ladder", "--launch", "no-such-command"], "--launch 'no-such-command': there is no such command"),
         (["ladder", "--launch", "true", "--host"], "--host is for local ranks"),
+        (["ladder", "--launch", "srun 'a"], '--launch "srun \'a": No closing quotation'),
+        (["ladder", "--rungs", "cpu", *SMOKE, "--pipeline", "static"], "--pipeline is set by the rungs"),
+        (["ladder", "--preset=zoo-dlrm", "--pipeline=five-stage"], "--pipeline is set by the rungs of stock"),
+        (["ladder", "--rungs", "cpu", *SMOKE, "--precision", "bf16"], "--precision is set by every rung"),
+        (["ladder", "--rungs", "reading", *SMOKE, "--data.source=one_hot"], "--data.source is set by every rung"),
         (["ladder", "--preset", "smoke", "--rungs", "cpu"], "--rungs is a flag of dlrm-bench"),
         (["limits", "--preset", "smoke", "--results-dir=x"], "--results-dir is a flag of dlrm-bench"),
         (["host", "--nproc", "1", *SMOKE, "--run_id=x"], "--run-id is set by this command: leave it out"),
@@ -179,10 +190,12 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
         (["limits"], "name --from LIMITS, or --preset"),
         (["limits", "--from", str(tmp_path)], "limits.json cannot be read"),
         (["report", str(tmp_path / "absent")], "absent does not exist"),
+        (["report"], "name records, or folders of them"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
+        assert error.count("\n") == 1
         assert message in error
 
 

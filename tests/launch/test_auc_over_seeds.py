@@ -54,6 +54,8 @@ def test_two_rungs_of_a_ladder_are_the_sides() -> None:
     ("arguments", "message"),
     [
         (["--seeds", "1"], "--seeds is 1: an interval needs at least 2"),
+        (["--seeds", "many"], "--seeds: invalid int value: 'many'"),
+        (["--rungs", "static", "stock"], "--rungs: expected 3 arguments"),
         (["--first-seed", "-1"], "--first-seed is -1: choose 0 or more"),
     ],
 )

@@ -366,3 +366,16 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
         ValueError, match=rf"--checkpoint.path {tmp_path}: its file system cannot lock a file \({os.strerror(number)}"
     ):
         folders.locked(tmp_path, "--checkpoint.path")
+
+
+@pytest.mark.parametrize(("path", "why"), [("file", "File exists"), ("file/below", "Not a directory")])
+def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path, path, why):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"--checkpoint.path {tmp_path / path} cannot be created \({why}\): choose"):
+        folders.make_folder(tmp_path / path, "--checkpoint.path")
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_flag(tmp_path):
+    (tmp_path / folders.LOCK).mkdir()  # as on a file system that is read-only, root cannot open it for writing
+    with pytest.raises(ValueError, match=rf"--checkpoint.path {tmp_path} cannot be written \(Is a directory\): choose"):
+        folders.locked(tmp_path, "--checkpoint.path")

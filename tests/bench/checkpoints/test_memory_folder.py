@@ -11,7 +11,7 @@ from dlrm_bench.bench.checkpoints import memory_folder
 from dlrm_bench.bench.checkpoints.memory_folder import (
     Layout,
     close_slot,
-    make_folder,
+    make_memory_folder,
     open_slot,
     prepare_slots,
     remove_slots,
@@ -35,15 +35,23 @@ def names(path: Path) -> list[str]:
 
 
 def test_a_folder_that_is_not_in_memory_is_refused(tmp_path, memory, monkeypatch):
-    make_folder(memory)
+    make_memory_folder(memory)
     assert memory.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(memory_folder, "_file_system", lambda path: "ext4")
     with pytest.raises(ValueError, match="is on ext4 and not in memory: choose a folder on a tmpfs"):
-        make_folder(tmp_path)
+        make_memory_folder(tmp_path)
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(ValueError, match="belongs to another user: choose another folder"):
-        make_folder(memory)
+        make_memory_folder(memory)
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"--snapshot.path .*file cannot be created \(File exists\): choose another folder"
+    ):
+        make_memory_folder(tmp_path / "file")
 
 
 def test_file_systems_are_told_apart():
