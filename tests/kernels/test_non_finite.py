@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dlrm_bench.kernels.non_finite
 from dlrm_bench.kernels._cuda import available
 from dlrm_bench.kernels.dense.flat_adagrad import plain_flat_adagrad, triton_flat_adagrad
 from dlrm_bench.kernels.dense.sharded_adagrad import cuda_sharded_adagrad, plain_sharded_adagrad, triton_sharded_adagrad
@@ -116,6 +117,23 @@ def test_a_cleared_copy_is_what_clearing_leaves(
     assert cleared(Watch(stopped, bad), gradients[:0]).shape == gradients[:0].shape
 
 
+@needs_triton
+@pytest.mark.parametrize("copies", [False, True])
+def test_gradients_of_more_blocks_than_programs_are_cleared_whole(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, programs = 4, 1024
+    monkeypatch.setattr(dlrm_bench.kernels.non_finite, "_BLOCK", block)
+    gradients, watch = torch.rand(block * programs + 3, device=DEVICE), watch_of()
+    expected = gradients.clone()
+    gradients[-1], expected[-1] = torch.nan, 0
+    found = triton_cleared_gradients(watch, gradients) if copies else gradients
+    if not copies:
+        triton_clear_gradients(watch, gradients)
+    assert torch.equal(found, expected)
+    assert watch.bad == 1
+
+
 def together(report: Callable[..., None], clear: Callable[..., None]) -> Callable[..., None]:
     """Returns a function that reports, which changes nothing, and clears."""
 
@@ -167,6 +185,15 @@ def test_a_longer_gradient_at_the_address_of_a_shorter_one_is_cleared_whole(clea
     clear(watch, [memory], tables)
     assert watch.bad == 1
     assert not memory.any()
+
+
+def test_addresses_of_gradients_that_move_with_every_step_do_not_pile_up() -> None:
+    memory, tables = torch.rand(100, device=DEVICE), GradientTables()
+    for start in range(20):
+        of_step = tables.of([memory[start : start + 5]])
+        assert all(map(torch.equal, of_step, tables.of([memory[start : start + 5]])))
+        assert of_step[0].tolist() == [memory[start:].data_ptr()]
+    assert len(tables._of) <= GradientTables._KEPT
 
 
 UPDATES: dict[str, tuple[Callable[..., None], ...]] = {

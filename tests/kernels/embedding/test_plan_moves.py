@@ -15,7 +15,8 @@ from tests.kernels.devices import DEVICE, needs_triton
 
 
 def new_state(rows: int, pools: Sequence[tuple[int, int, int]], halving: int) -> PlacementState:
-    """Returns a state with the rows of each pool at random places. pools: rows, places and guests of each."""
+    """Returns a state with the rows of each pool at random places, and with counts up to the largest. pools: rows,
+    places and guests of each."""
     generator = torch.Generator().manual_seed(rows)
     device_rows = sum(places for _, places, _ in pools)
     place, occupant = (torch.full((size + 1,), -1, dtype=torch.int32) for size in (rows, device_rows))
@@ -37,7 +38,7 @@ def new_state(rows: int, pools: Sequence[tuple[int, int, int]], halving: int) ->
         occupant,
         guest,
         torch.zeros(rows + 1, dtype=torch.uint8),
-        torch.zeros(halving, rows // halving + 1, dtype=torch.uint8),
+        torch.randint(0, 256, (halving, rows // halving + 1), dtype=torch.uint8, generator=generator),
         scalar.clone(),
         torch.full((1,), NUMBERS, dtype=torch.uint8),
         torch.zeros(4, dtype=torch.int64),

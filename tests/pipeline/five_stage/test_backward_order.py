@@ -1,25 +1,25 @@
 """Cross-cutting: in a graph of iterations gradients are reduced in the order in which the backward makes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import dlrm_bench.pipeline.five_stage.gradients
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.dense_run import DenseRun, Made, Mark
+from dlrm_bench.pipeline.five_stage.dense_run import DenseRun
 from tests.pipeline.five_stage.test_iteration_graph import BITS, assert_equal, prepare, stock, whole
 from tests.pipeline.five_stage.torchrec_models import batches
 
 
-def order_of(ranks: Ranks, made_by_rank_1: Callable[[Made], Made]) -> list[str]:
+def order_of(ranks: Ranks, turns_of_rank_1: Callable[[Sequence[int]], Sequence[int]]) -> list[str]:
     """Names of the dense parameters in the order of their buckets, after a training like stock's to the bit.
-    made_by_rank_1: what rank 1 takes for the order of its backward."""
+    turns_of_rank_1: what rank 1 takes for the order of its backward."""
     prepare(ranks)
     names: list[str] = []
     agree = DenseRun._agree_on_order
 
-    def noted(run: Any, made: Made) -> None:
-        agree(run, made_by_rank_1(made) if ranks.rank == 1 else made)
+    def noted(run: Any, turns: Sequence[int]) -> None:
+        agree(run, turns_of_rank_1(turns) if ranks.rank == 1 else turns)
         names.extend(run._names[i] for bucket in run._gradients.buckets for i in bucket.members)
 
     data = batches(ranks, 12, fixed=True)
@@ -33,12 +33,12 @@ def order_of(ranks: Ranks, made_by_rank_1: Callable[[Made], Made]) -> list[str]:
     return names
 
 
-def same(made: Made) -> Made:
-    return made
+def same(turns: Sequence[int]) -> Sequence[int]:
+    return turns
 
 
-def backwards(made: Made) -> Made:
-    return made._replace(weights_at=[Mark(-mark.turn, mark.event) for mark in made.weights_at])
+def backwards(turns: Sequence[int]) -> Sequence[int]:
+    return [-turn for turn in turns]
 
 
 def test_layers_of_a_cross_network_take_turns(run_ranks: Callable[..., Any]) -> None:

@@ -157,6 +157,7 @@ def end(sorts: EarlySorts) -> None:
 def test_the_sort_begins_after_the_exchange_and_the_update_after_the_gradients(graph: Graph) -> None:
     sorts = capture(graph, [[LINEARIZE, "memset", SORT, SEGMENTS, UPDATE, "after it"]])
     assert sorts.count == 1
+    assert graph.comes_before("lookup of table 0", "exchange")
     assert graph.comes_before("exchange", LINEARIZE)
     assert graph.comes_before("lookup of table 0", LINEARIZE)
     for first in (LINEARIZE, SORT, SEGMENTS):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam
 
-from tests.pipeline.five_stage.graphed_steps import Twins, graphs_on_cpu
+from tests.pipeline.five_stage.graphed_steps import ANEW, Twins, graphs_on_cpu
 
 RTOL = 1e-5
 """Rates on the device, and Adam's bias corrections there, are rounded to fp32."""
@@ -53,6 +53,24 @@ def test_a_group_may_come_after_the_rate_has_changed(kind: type[torch.optim.Opti
         assert first is parameters["p2"]
         inner.add_param_group({"params": [first], "lr": 0.5})
     assert twins.run(10)[1] > 0
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("arguments", [{}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True}])
+def test_an_ascent_stays_one_when_its_rate_has_changed(arguments: dict[str, Any]) -> None:
+    twins = Twins(SGD, RTOL, maximize=True, **arguments)
+    twins.run(6)
+    twins.both(at(0.01))
+    assert twins.run(6) == (1, 6)
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("kind", [Adagrad, SGD, Adam])
+def test_gradients_that_move_are_noticed(kind: type[torch.optim.Optimizer]) -> None:
+    twins = Twins(kind, RTOL)
+    assert twins.run(6)[1] > 0
+    twins.grads["p0"] = torch.empty_like(twins.grads["p0"])
+    assert twins.run(10) == ANEW
 
 
 @pytest.mark.usefixtures("graphed")

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 import dlrm_bench.pipeline.five_stage.gradients
@@ -15,15 +16,27 @@ import dlrm_bench.pipeline.five_stage.pipeline
 import dlrm_bench.pipeline.five_stage.trimmed.capacity_dist
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.pipeline.cpu_graphs import Checked, iteration_graph_on_cpu
-from tests.pipeline.five_stage.any_models import AnyBatch, build
+from tests.pipeline.five_stage.any_models import LONGEST, PLANS, AnyBatch, Plan, build
 from tests.pipeline.five_stage.logical_streams import LogicalStreams, Order
 from tests.pipeline.five_stage.test_iteration_forms import BAGS, CHANGING, SHARDERS, WHOLE, data_of, mixed
 from tests.pipeline.five_stage.test_iteration_habits import Several, sgd
 
-FEW = 8
+FEW, MORE = 8, 16
+
+
+class AtBothEnds(Several):
+    """Begins without any lookup, and its backward ends with a read of a weight whose gradient has been made before."""
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        dense = batch.dense.tanh()
+        pooled = [self.weighted(batch.weighted).values() * self.out.weight.detach()[0, 0]]  # first, so last in backward
+        pooled += [self.tower["deep"](batch.bags), self.processed(batch.bags).values()]
+        pooled += [self.items(batch.sequences)["history"].to_padded_dense(LONGEST).sum(dim=1)]
+        return self.out(torch.cat([dense, *pooled], dim=1)).squeeze(-1)
 
 
 def copied(batch: AnyBatch, **_: Any) -> AnyBatch:
@@ -44,10 +57,11 @@ def copied(batch: AnyBatch, **_: Any) -> AnyBatch:
     return AnyBatch(**{field.name: copy(getattr(batch, field.name)) for field in fields(batch)})
 
 
-def train(ranks: Ranks, order: Order, count: int) -> dict[str, Any]:
+def train(ranks: Ranks, order: Order, count: int, plan: Plan) -> dict[str, Any]:
     """Batches of several forms, some of which have more ids than room; every fifth one is evaluated."""
     sharders = SHARDERS | {EmbeddingBagCollection: TrimmedEBCSharder(BAGS, row_capacity=1.0)}
-    model, optimizer = build(ranks, Several, mixed, sgd, sharders)
+    with order:  # which knows the memory that is made within
+        model, optimizer = build(ranks, AtBothEnds, plan, sgd, sharders)
     data = iter(data_of(ranks, CHANGING[:count]))
     streams: Any = lambda device, records: LogicalStreams(order)  # noqa: E731
     with (
@@ -64,12 +78,33 @@ def train(ranks: Ranks, order: Order, count: int) -> dict[str, Any]:
         return pipeline.describe()
 
 
-def unordered(ranks: Ranks) -> tuple[dict[str, int], dict[str, int], dict[str, Any]]:
-    """What is found, first where side streams wait for nothing of the caller's."""
+def eagerly(ranks: Ranks) -> list[str]:
+    """What is found without graphs, in two pipelines, of which the first is closed between its batches."""
+    signal.alarm(600)
+    order = Order()
+    streams: Any = lambda device, records: LogicalStreams(order)  # noqa: E731
+    with (
+        patch.object(dlrm_bench.pipeline.five_stage.pipeline, "StageStreams", streams),
+        patch.object(AnyBatch, "to", copied),
+    ):
+        with order:
+            model, optimizer = build(ranks, AtBothEnds, PLANS["TW"], sgd)
+        for _ in range(2):
+            data = iter(data_of(ranks, CHANGING[:FEW]))
+            with FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions()) as pipeline, order:
+                for _ in range(FEW - 3):
+                    pipeline.progress(data)
+                pipeline.close()
+    return list(order.found)
+
+
+def unordered(ranks: Ranks) -> list[tuple[dict[str, int], dict[str, Any]]]:
+    """What is found, first where side streams wait for nothing of the caller's, and last without replicated tables,
+    whose gradients come after all others."""
     signal.alarm(600)
     iteration_graph_on_cpu()
-    found, described, replay = [], {}, Checked.replay
-    for waits, count in ((False, FEW), (True, len(CHANGING))):
+    found, replay = [], Checked.replay
+    for waits, count, plan in ((False, FEW, mixed), (True, len(CHANGING), mixed), (True, MORE, PLANS["TW"])):
         order = Order()
         order.waits = waits
 
@@ -78,19 +113,26 @@ def unordered(ranks: Ranks) -> tuple[dict[str, int], dict[str, int], dict[str, A
                 replay(graph)
 
         with patch.object(Checked, "replay", in_graph):
-            described = train(ranks, order, count)
-        found.append(dict(order.found))
-    return found[0], found[1], described
+            described = train(ranks, order, count, plan)
+        found.append((dict(order.found), described))
+    return found
 
 
 @pytest.mark.slow
 def test_all_accesses_are_ordered(run_ranks: Callable[..., Any]) -> None:
-    for without_waits, found, described in run_ranks(2, unordered):
+    for (without_waits, _), *of_plans in run_ranks(2, unordered):
         assert any(said.startswith("copy: ") for said in without_waits)
-        assert found == {}
-        assert described["replays"] > 15
-        assert described["captures"] > 4
-        assert described["eager"].keys() == {reasons.OVERFLOW()}
+        assert [found for found, _ in of_plans] == [{}, {}]
+        (_, of_all), (_, by_tables) = of_plans
+        assert of_all["replays"] > 15
+        assert of_all["captures"] > 4
+        assert of_all["eager"].keys() == {reasons.OVERFLOW()}
+        assert by_tables["replays"] > 2
+        assert by_tables["eager"] == {}
+
+
+def test_all_accesses_without_graphs_are_ordered(run_ranks: Callable[..., Any]) -> None:
+    assert run_ranks(2, eagerly) == [[], []]
 
 
 def test_unordered_accesses_are_found() -> None:

@@ -70,8 +70,8 @@ def test_the_kernel_equals_the_plain_function(blocks: list[Block], skipped: int,
     plain_push(source, table, expected)
     for ours, plain in zip(got.tensors, expected.tensors, strict=True):
         assert torch.equal(ours, plain)
-    if skipped == 1:
-        with patch.object(push_module, "_FEW", 2), patch.object(push_module, "_UNITS_OF_FEW", 128):
+    if skipped == 1:  # by three programs, which most of these blocks do not give equal parts
+        with patch.object(push_module, "_FEW", 3), patch.object(push_module, "_UNITS_OF_FEW", 128):
             triton_push(source, table, again := buffers(len(blocks), 1 << 16), beside=True)
         assert all(map(torch.equal, again.tensors, expected.tensors))
     assert any(bool((of != 0xA5).any()) for of in got.tensors) == any(block.elements for block in blocks)
@@ -84,7 +84,7 @@ def _alignment(source: Tensor) -> int:
 @needs_triton
 @pytest.mark.parametrize("seed", range(8))
 def test_any_blocks(seed: int) -> None:
-    """Of rows at any places and distances, of different sizes on three ranks."""
+    """Of rows at any places and distances, of different sizes on three ranks, up to the end of the source."""
     draw = random.Random(seed)
     step = draw.choice([1, 2, 4, 16])
     blocks = []
@@ -94,6 +94,8 @@ def test_any_blocks(seed: int) -> None:
         blocks.append(Block(source, columns + gaps[0], target, columns + gaps[1], rows, columns))
     values = source_of(torch.float16, 16 * (40 * 18 + 9))
     table = PushTable(blocks, 2, WIDEST, DEVICE)
+    ends = [of.source + (of.rows - 1) * of.source_stride + of.columns for of in blocks if of.elements]
+    values = values[: max(ends, default=0)].clone()
     assert table.unit >= min(16, 2 * step)
     got, expected = buffers(3, 1 << 16), buffers(3, 1 << 16)
     triton_push(values, table, got)
