@@ -88,6 +88,9 @@ def _why_never(optimizer: Any) -> str | None:
     of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
     if not of_torch and "capturable" in optimizer.defaults and not (_is_marked(optimizer) or capturable):
         return f"{kind} has a step of its own: set capturable=True, or {_MARK} = True in its class"
+    keeps = type(optimizer).zero_grad is not torch_optimizer.Optimizer.zero_grad or "zero_grad" in vars(optimizer)
+    if keeps and not _is_marked(optimizer):
+        return f"{kind} has a zero_grad of its own, which no replay calls: leave it out, or set {_MARK} = True there"
     if any(base.__name__ == "NAdam" for base in type(optimizer).__mro__) and not capturable:
         return "NAdam keeps state on the host: set capturable=True"
     if not (of_torch and kind in NATIVE) and not all("capturable" in group for group in groups):

@@ -29,7 +29,7 @@ class CapturedUpdate:
         self._optimizer: Any = optimizer
         own = set(map(id, parameters))
         used = [inner for inner in innermost(optimizer) if any(group["params"] for group in inner.param_groups)]
-        whys = (why_never(inner) or others(inner, own) for inner in used if not _steps_alone(inner))
+        whys = (why_never(inner) or _keeps(inner) or others(inner, own) for inner in used if not _steps_alone(inner))
         self.why_not: str | None = _does_more(optimizer) or next((why for why in whys if why is not None), None)
         """The obstacle that permanently keeps the step out of the iteration's graph; None without one."""
         self._works = [] if self.why_not else [(inner, _Work(inner)) for inner in used if not _steps_alone(inner)]
@@ -143,6 +143,12 @@ def _run(launch: Callable[[], None], closure: Callable[[], Any] | None = None) -
 def _steps_alone(optimizer: Any) -> bool:
     """Whether a graph holds this optimizer's own step, unprepared: of a marked class, that is none of torch's kind."""
     return is_marked(optimizer) and "capturable" not in optimizer.defaults
+
+
+def _keeps(inner: torch.optim.Optimizer) -> str | None:
+    """Returns that an innermost optimizer may keep gradients for the next step."""
+    own = type(inner).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(inner)
+    return reasons.OWN_ZERO_GRAD(kind=type(inner).__name__) if own and not is_marked(inner) else None
 
 
 def _does_more(optimizer: Any) -> str | None:

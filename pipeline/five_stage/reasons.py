@@ -120,6 +120,10 @@ OWN_STEP = Reason(
     "{kind} has a step of its own, which may do more than that of torch's class: if it only launches kernels, say so, "
     "`runs_in_graphs = True` in the class, or set capturable=True"
 )
+OWN_ZERO_GRAD = Reason(
+    "{kind} has a zero_grad of its own, which no replay calls, and which may keep gradients: the step runs after the "
+    "graph. If it only launches kernels, say so: `runs_in_graphs = True` in the class"
+)
 HOST_STATE = Reason("{kind} keeps its state {state} on the host: set capturable=True")
 COMPLEX = Reason("{kind} has complex parameters")
 WATCHED = Reason("hooks, or a step that somebody has put in its place, wait for calls of the optimizer's step")
@@ -197,7 +201,7 @@ SECTIONS = (
     Section(
         "Optimizers of dense weights",
         "The dense update runs after the graph, which holds all else.",
-        (DOES_MORE, OWN_STEP, NOT_CAPTURABLE, HOST_STATE, COMPLEX, WATCHED),
+        (DOES_MORE, OWN_STEP, OWN_ZERO_GRAD, NOT_CAPTURABLE, HOST_STATE, COMPLEX, WATCHED),
     ),
     Section(
         "Iterations",

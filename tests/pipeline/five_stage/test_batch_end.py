@@ -3,6 +3,7 @@
 import signal
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -73,6 +74,28 @@ def test_a_batch_that_was_read_ahead_is_not_dropped_in_silence(run_ranks):
     for _, said, _ in one[:3]:
         assert said.startswith("the data of rank 0 ended after 3 batches, rank 1 had more")
     assert one[3][1] is None
+
+
+def uneven_twice(ranks: Ranks) -> list[tuple[bool, str]]:
+    """Whether an error is due, and its words, of two iterators; rank 1's have three batches, rank 0's more."""
+    end, found = BatchEnd(dist.group.WORLD, "error"), []
+    for _ in range(2):
+        end.begin()
+        for batch in range(4):
+            end.announce(batch < 3 or ranks.rank == 0)
+            end.settle()
+        due = end.owes_error
+        with pytest.raises(ValueError, match="ended after") as raised:
+            end.end()
+        found.append((due, str(raised.value)))
+    return found
+
+
+def test_every_uneven_end_of_a_pipeline_is_an_error(run_ranks):
+    for of_rank in run_ranks(2, uneven_twice):
+        for due, said in of_rank:
+            assert due
+            assert "the data of rank 1 ended after 3 batches, rank 0 had more" in said
 
 
 def forms(ranks: Ranks) -> list[tuple[bool, bool]]:

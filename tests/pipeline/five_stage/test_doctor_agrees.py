@@ -73,6 +73,7 @@ DENSE = {
 UPDATES = {
     reasons.DOES_MORE: "the step of WarmupOptimizer may do more",
     reasons.OWN_STEP: "has a step of its own",
+    reasons.OWN_ZERO_GRAD: "has a zero_grad of its own",
     reasons.NOT_CAPTURABLE: "has no option `capturable`",
     reasons.HOST_STATE: "NAdam keeps state on the host",
     reasons.COMPLEX: "complex parameters",
@@ -226,6 +227,11 @@ class Own(torch.optim.Adam):
         return super().step(closure)
 
 
+class Keeps(torch.optim.Adam):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Keeps the gradients."""
+
+
 class Marked(Own):
     runs_in_graphs = True
 
@@ -246,7 +252,7 @@ def as_it_is(keyed: KeyedOptimizerWrapper) -> Any:
 
 CASES: list[tuple[Callable[..., Any], Callable[..., Any], torch.dtype]] = [
     *((kind, as_it_is, torch.float32) for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, Marked)),
-    *((kind, as_it_is, torch.float32) for kind in (torch.optim.NAdam, RowWiseAdagrad, Own, watched)),
+    *((kind, as_it_is, torch.float32) for kind in (torch.optim.NAdam, RowWiseAdagrad, Own, Keeps, watched)),
     (torch.optim.LBFGS, as_it_is, torch.float32),
     (torch.optim.Adam, warming_up, torch.float32),
     (torch.optim.Adam, as_it_is, torch.complex64),
