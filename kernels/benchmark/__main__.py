@@ -32,7 +32,7 @@ from dlrm_bench.kernels.benchmark.single_ids import (
     row_wise_adagrad_cases,
 )
 from dlrm_bench.kernels.benchmark.sorted_ids import row_sums_cases, sorted_adagrad_cases
-from dlrm_bench.kernels.benchmark.tiers import plan_moves_cases, tiered_rows_cases
+from dlrm_bench.kernels.benchmark.tiers import find_places_cases, plan_moves_cases, tiered_rows_cases
 from dlrm_bench.kernels.benchmark.timing import Case, print_times
 from dlrm_bench.kernels.benchmark.tokens import (
     column_sums_cases,
@@ -316,9 +316,9 @@ def non_finite_cases() -> Iterator[Case]:
         copied = partial(cleared_gradients, Watch(flags.own, bad[:1]), of)
         yield Case("cleared_gradients", f"{list(of.shape)}, {name}, nothing to clear", 2 * of.nbytes, copied)
     of_dense = list(torch.rand(16, 1_000_000, device="cuda").unbind())
-    for together, nbytes in ((report_together, 64_000_000), (clear_reported, 0)):
-        run = partial(together, Watch(flags.own, bad[:1]), of_dense, GradientTables())
-        yield Case(together.__name__, "16 of 1 M elements, fp32, nothing to clear", nbytes, run)
+    watched, shape = (Watch(flags.own, bad[:1]), of_dense, GradientTables()), "16 of 1 M elements, fp32"
+    yield Case("report_together", shape, 64_000_000, partial(report_together, *watched))
+    yield Case("clear_reported", f"{shape}, nothing to clear", 0, partial(clear_reported, *watched))
 
 
 CASES = {
@@ -342,6 +342,7 @@ CASES = {
     "distinct_rows": distinct_rows_cases,
     "gather_rows": gather_rows_cases,
     "tiered_rows": tiered_rows_cases,
+    "find_places": find_places_cases,
     "plan_moves": plan_moves_cases,
     "distinct_sums": distinct_sums_cases,
     "row_wise_adagrad": row_wise_adagrad_cases,

@@ -11,6 +11,7 @@ import torch
 
 from dlrm_bench.kernels.benchmark.timing import Case, sorted_ids_case
 from dlrm_bench.kernels.embedding._placement_state import NUMBERS, Moves, PlacementState, PoolState
+from dlrm_bench.kernels.embedding.find_places import find_places
 from dlrm_bench.kernels.embedding.plan_moves import plan_moves
 from dlrm_bench.kernels.embedding.tiered_rows import Tiers, copy_rows, exchange_rows, triton_exchange_rows
 
@@ -75,6 +76,15 @@ def plan_moves_cases() -> Iterator[Case]:
             moved = 20 * batch * (4 + 4 + 1 + 1 + 2)
             shape = f"{20 * batch} ids, a window of {window}" + (f", {pools} pools" if pools > 1 else "")
             yield Case("plan_moves", shape, moved, partial(plan_moves, ids, state, moves))
+
+
+def find_places_cases() -> Iterator[Case]:
+    """Yields uniform ids of one 20-hot table of 40 million rows."""
+    place = torch.randperm(40_000_000, device="cuda").int()
+    for batch in (1024, 13_824):
+        rows, _ = sorted_ids_case([len(place)], batch, 20)
+        out = torch.empty_like(rows)
+        yield Case("find_places", f"{len(rows)} rows", 3 * rows.nbytes, partial(find_places, place, rows, out))
 
 
 def _state_of(rows: int, pools: int, guests: int) -> PlacementState:
