@@ -36,7 +36,7 @@ def on_rank_0(ranks: Ranks, work: Callable[[], _Result], group: dist.ProcessGrou
 
 
 def make_folder(path: Path, flag: str, mode: int = 0o777) -> None:
-    """Makes the folder that `flag` names, where there is none. ValueError, with the flag, if that is not possible."""
+    """Makes the folder named by `flag` if it does not exist. ValueError, with the flag, if that is not possible."""
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
     except OSError as error:

@@ -70,7 +70,7 @@ class Slots:
 
 
 def make_memory_folder(path: Path) -> None:
-    """Makes the folder where there is none. ValueError where that fails, or it is another user's, or not in memory."""
+    """Makes the folder if it does not exist. ValueError if that fails, or it is another user's, or not in memory."""
     make_folder(path, "--snapshot.path", mode=0o700)
     if path.stat().st_uid != os.geteuid():
         raise ValueError(f"--snapshot.path {path} belongs to another user: choose another folder")

@@ -39,6 +39,10 @@ def period_s(window_s: float) -> float:
     return min(max(window_s / _SAMPLES, _PERIODS_S[0]), _PERIODS_S[1])
 
 
+_set_handler = getattr(signal.signal, "__wrapped__", signal.signal)
+"""Python's own: the hook's notes that the script has set a handler."""
+
+
 class Sampler:
     """Samples the thread that made it from start() to stop()."""
 
@@ -77,7 +81,7 @@ class Sampler:
         if main and unused and not compiles() and self._open_pipe():
             self._thread = threading.Thread(target=self._sample_at_signals, name="doctor-sampler", daemon=True)
             self._thread.start()
-            signal.signal(signal.SIGALRM, self._on_signal)
+            _set_handler(signal.SIGALRM, self._on_signal)
             signal.siginterrupt(signal.SIGALRM, False)  # calls of libraries go on where it comes
             signal.setitimer(signal.ITIMER_REAL, self._period_s, self._period_s)
             return
@@ -95,7 +99,7 @@ class Sampler:
             sys.setswitchinterval(self._restore)
         else:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            _set_handler(signal.SIGALRM, signal.SIG_DFL)
             self._close_pipe(*self._wakes)
         self._waits.close()
         stacks = self._stacks.places

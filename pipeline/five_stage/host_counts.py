@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_OF_NUMPY = (torch.float32, torch.float64, torch.int32, torch.int64)
+
 
 class HostCounts:
     """Adds one to each of these tensors, of one number each, in place: they stay the optimizer's own.
@@ -25,6 +27,3 @@ class HostCounts:
             return
         for memory in self._memory:
             memory[0] += 1  # of floats too; rounded once, as torch does
-
-
-_OF_NUMPY = (torch.float32, torch.float64, torch.int32, torch.int64)

@@ -102,10 +102,11 @@ def prepare_windows(cache: Cache) -> WindowIndex:
     anchors a second (measured). Memory: the maps' pages, which the system drops where memory is short. Both files
     appear complete, the windows' last.
     """
-    if not paths(cache.folder, cache.limits)[1].exists():
+    _, windows_path = paths(cache.folder, cache.limits)
+    if not windows_path.exists():
         lock = cache.folder / LOCK
         with locked(lock, "another process prepares the index of windows: wait for it, then repeat the command"):
-            if not paths(cache.folder, cache.limits)[1].exists():  # again: another process may have just ended
+            if not windows_path.exists():  # again: another process may have just ended
                 _write(cache)
             lock.unlink(missing_ok=True)
     return WindowIndex.open(cache)

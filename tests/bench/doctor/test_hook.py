@@ -138,3 +138,16 @@ print(sampler.by_signal, late)
 sampler.stop()
 """
     assert run(program, tmp_path) == "False []"
+
+
+def test_the_samplers_handler_is_none_of_the_scripts(tmp_path):
+    program = """
+from dlrm_bench.bench.doctor.process_state import state
+from dlrm_bench.bench.doctor.sampler import Sampler
+for _ in range(2):
+    sampler = Sampler(1e-3)
+    sampler.start()
+    print(sampler.by_signal, state.alarmed, end=" ")
+    sampler.stop()
+"""
+    assert run(program, tmp_path) == "True False True False"
