@@ -137,7 +137,7 @@ def check_pair(pair: Fp8Pair, batch: int, columns: int) -> None:
     assert plain.shape == (batch, columns) and transposed.shape == (columns, batch), "[batch, columns], and transposed"
     assert batch % _GROUP == 0 and columns % 16 == 0, "batch and columns: multiples of 16"
     assert plain.is_contiguous() and transposed.stride(1) == 1, "contiguous rows"
-    assert transposed.stride(0) % 16 == 0 and transposed.data_ptr() % 16 == 0, "16-byte aligned"
+    assert transposed.stride(0) % 16 == plain.data_ptr() % 16 == transposed.data_ptr() % 16 == 0, "16-byte aligned"
     assert plain.dtype == transposed.dtype and pair.plain.scale == pair.transposed.scale, "one format, one scale"
 
 
@@ -162,6 +162,8 @@ def fp8_product(
     assert a.values.shape[1] == b.values.shape[1], "one depth"
     assert a.values.is_contiguous() and b.values.is_contiguous(), "contiguous factors"
     assert bias is None or (relu_bias is None and isinstance(out, Tensor)), "bias: for bf16 outputs without a ReLU"
+    for of_columns in (bias, relu_bias):
+        assert of_columns is None or (of_columns.shape == (columns,) and of_columns.is_contiguous()), "bias: [columns]"
     if isinstance(out, Fp8Pair):
         check_pair(out, rows, columns)
     else:
@@ -200,6 +202,8 @@ def plain_fp8_product(
 
 def cuda_fp8_product(a: Fp8, b: Fp8, out: Tensor | Fp8Pair, relu_bias: Tensor | None = None) -> None:
     """Computes `fp8_product` in one kernel."""
+    in_16_bits = [t for t in (out, relu_bias) if isinstance(t, Tensor)]
+    assert all(t.dtype == torch.bfloat16 for t in in_16_bits), "bf16 outputs and biases"
     rows, columns = len(a.values), len(b.values)
     in_bf16, in_eight_bits = (None, out) if isinstance(out, Fp8Pair) else (out, None)
     tally, limit = (None, 0) if in_eight_bits is None else in_eight_bits.plain.tallied()

@@ -38,6 +38,7 @@ def fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Te
         assert partials.shape == (partial_rows(batch), width) and partials.is_contiguous(), (
             "partials: [partial_rows(batch), width], contiguous"
         )
+        assert partials.dtype == torch.float32, "partials: fp32"
     copies = cuda_fp8_copies if applies(x.device) else plain_fp8_copies
     copies(x, out, mask, partials)
 
@@ -52,6 +53,10 @@ def plain_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partia
 
 def cuda_fp8_copies(x: Tensor, out: Fp8Pair, mask: Tensor | None = None, partials: Tensor | None = None) -> None:
     """Computes `fp8_copies` in one kernel."""
+    inputs = [x] if mask is None else [x, mask]
+    assert all(t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 for t in inputs), (
+        "x and mask: bf16, 16-byte aligned"
+    )
     batch, width = x.shape
     row_tiles, column_tiles = partial_rows(batch), cdiv(width, _TILE)
     tally, limit = out.plain.tallied()

@@ -41,7 +41,10 @@ class WeightCopies:
         assert len({t.scale for copy in copies for t in copy[1:]}) == 1 and formats == {E4M3}, "e4m3 with one scale"
         assert len({copy.plain.tally is None for copy in copies}) == 1, "tallies: for all weights or for none"
         assert all(n % 16 == 0 for copy in copies for n in copy.weight.shape), "rows and columns: multiples of 16"
-        assert all(copy.weight.is_contiguous() for copy in copies), "contiguous weights only"
+        assert all(t.is_contiguous() for copy in copies for t in _matrices(copy)), "contiguous matrices only"
+        assert all(plain.shape == w.shape == t.t().shape for w, plain, t in map(_matrices, copies)), (
+            "copies: shaped like the weight, and like its transpose"
+        )
         self.copies, device = copies, copies[0].weight.device
         self.tiles = torch.tensor(_tiles(copies), device=device) if applies(device) else None
 
@@ -67,15 +70,19 @@ def cuda_fp8_weights(weights: WeightCopies) -> None:
     _kernel(weights.tiles.device).launch(cdiv(len(weights.tiles), _WARPS), arguments)
 
 
+def _matrices(copy: WeightCopy) -> tuple[Tensor, Tensor, Tensor]:
+    return copy.weight, copy.plain.values, copy.transposed.values
+
+
 def _tiles(copies: Sequence[WeightCopy]) -> list[list[int]]:
     """Returns fp8_weights.cu's struct Tile for each warp, in 8-byte words."""
     assert all(copy.weight.dtype == torch.bfloat16 for copy in copies), "bf16 weights"
     tiles = []
-    for weight, plain, transposed in copies:
-        addresses = [t.data_ptr() for t in (weight, plain.values, transposed.values)]
+    for copy in copies:
+        addresses = [t.data_ptr() for t in _matrices(copy)]
         assert all(address % 16 == 0 for address in addresses), "16-byte aligned"
-        rows, columns = weight.shape
-        addresses.append(plain.tallied()[0] or 0)
+        rows, columns = copy.weight.shape
+        addresses.append(copy.plain.tallied()[0] or 0)
         tiles += [
             [*addresses, rows | columns << 32, row | column << 32]
             for row in range(0, rows, _ROWS)

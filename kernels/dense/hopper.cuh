@@ -294,6 +294,7 @@ template <Format F, class Arguments>
 __device__ __forceinline__ void store_transposed(const Arguments& p, const u32 (&pairs)[16], u32 piece, int warpgroup,
                                                  int first_row, int first_column) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  __syncwarp();  // lanes that count values out of range come later, and stmatrix needs the whole warp at once
 #pragma unroll
   for (int block = 0; block < 8; block += 4) {
     u32 rows[4];  // row pairs, of two columns

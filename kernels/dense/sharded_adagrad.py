@@ -60,11 +60,12 @@ class ShardedAdagrad(NamedTuple):
         assert master.dtype == state.dtype == torch.float32, "master and state: fp32"
         assert len(grads) == len(self.workings), "gradients and weights: of the same ranks"
         assert grads.own.shape == master.shape and grads.own.is_contiguous(), "gradients: [n]"
+        assert {grads.own.dtype, flat.dtype} <= {torch.bfloat16, torch.float32}, "gradients and weights: bf16 or fp32"
         assert flat.dim() == 1 and flat.is_contiguous(), "weights: [N]"
         assert 0 <= self.first <= flat.numel() - master.numel(), "the slice must lie within the flat buffers"
-        assert self.learning_rate.numel() == 1 and self.learning_rate.device == master.device, (
-            "learning rate: a device scalar"
-        )
+        rate = self.learning_rate
+        assert rate.numel() == 1 and rate.device == master.device, "learning rate: a device scalar"
+        assert rate.dtype == torch.float32, f"learning rate: fp32, not {rate.dtype}"
         if not master.is_cuda:
             self.plain()
         elif self._in_whole_accesses():

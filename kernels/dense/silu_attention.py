@@ -59,6 +59,7 @@ def silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
     Rows past the last sequence become 0.
     """
     _check(q, k, v, out, out)
+    _check_sequences(sequences)
     forward = plain_silu_attention_forward
     if q.is_cuda:
         forward = cuda_silu_attention_forward if applies(q, k, v, out) else triton_silu_attention_forward
@@ -75,6 +76,7 @@ def silu_attention_backward(
     sum uses atomics.
     """
     _check(q, k, v, grad, dv)
+    _check_sequences(sequences)
     backward = plain_silu_attention_backward
     if q.is_cuda:
         on_hopper = applies(grad, q, k, v, dq, dk, dv)
@@ -103,6 +105,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, like_v: Tensor) -> None
         width = tensor.shape[2]
         assert width >= 16 and width == next_power_of_2(width), f"head width: a power of two, at least 16, not {width}"
         assert tensor.stride(2) == 1 and tensor.stride(1) == width, "a token's heads must be contiguous"
+
+
+def _check_sequences(sequences: Sequences) -> None:
+    offsets, targets, _ = sequences
+    assert offsets.shape == (len(targets) + 1,) and targets.dim() == 1, "offsets: [B + 1], targets: [B]"
+    for numbers in (offsets, targets):
+        assert numbers.dtype in (torch.int32, torch.int64), f"offsets and targets: int32 or int64, not {numbers.dtype}"
+        assert numbers.is_contiguous(), "offsets and targets: contiguous"
 
 
 def plain_silu_attention_forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, out: Tensor) -> None:

@@ -67,8 +67,11 @@ class SortedAdagrad(NamedTuple):
         assert grad.is_contiguous(), "gradient: contiguous"
         assert weights.shape[1] in (16, 32, 64, 128), f"16, 32, 64 or 128 columns, not {weights.shape[1]}"
         assert grad.dtype in (torch.bfloat16, torch.float32), f"gradient in bf16 or fp32, not {grad.dtype}"
-        assert self.sorted_ids.dtype == self.sorted_bags.dtype == torch.int32, "sorted ids and bags: int32"
+        ids, bags = self.sorted_ids, self.sorted_bags
+        assert ids.dtype == bags.dtype == torch.int32, "sorted ids and bags: int32"
+        assert ids.numel() == bags.numel() and ids.is_contiguous() and bags.is_contiguous(), "a bag for each sorted id"
         assert rate.numel() == 1 and rate.device == weights.device, "learning rate: a device scalar"
+        assert rate.dtype == torch.float32, f"learning rate: fp32, not {rate.dtype}"
         if self.host is not None:
             check_host(weights, self.host)
             assert state.data_ptr() - weights.data_ptr() == 4 * weights.shape[1], "state: after the weights of its row"

@@ -14,6 +14,7 @@ from dlrm_bench.kernels.dense.fp8 import (
     Fp8,
     Fp8Pair,
     applies,
+    check_pair,
     cuda_fp8_product,
     empty,
     empty_pair,
@@ -124,6 +125,18 @@ def test_refuses_what_the_kernels_do_not_take() -> None:
         given = {"out": torch.empty(8, 16), **wrong}
         with pytest.raises(AssertionError, match="bias: for bf16 outputs without a ReLU"):
             fp8_product(a, empty(16, 16, E4M3, 1.0, CPU), bias=torch.zeros(16), **given)
+    for name in ("bias", "relu_bias"):  # PyTorch would use the one number for all columns
+        with pytest.raises(AssertionError, match=r"bias: \[columns\]"):
+            fp8_product(a, empty(16, 16, E4M3, 1.0, CPU), torch.empty(8, 16), **{name: torch.zeros(1)})
+    for out, relu_bias in (
+        (torch.empty(8, 16), torch.zeros(16).bfloat16()),
+        (torch.empty(8, 16).bfloat16(), a.float()),
+    ):
+        with pytest.raises(AssertionError, match="bf16 outputs and biases"):
+            cuda_fp8_product(a, empty(16, 16, E4M3, 1.0, CPU), out, relu_bias)
+    values = torch.zeros(16 * 16 + 8, dtype=E4M3)[8:].view(16, 16)
+    with pytest.raises(AssertionError, match="16-byte aligned"):
+        check_pair(Fp8Pair(Fp8(values, 1.0), empty(16, 16, E4M3, 1.0, CPU)), 16, 16)
     assert not applies(CPU)
 
 

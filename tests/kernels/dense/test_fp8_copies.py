@@ -71,6 +71,12 @@ def test_refuses_what_the_kernel_does_not_take() -> None:
         fp8_copies(x[:16], out, x[:16])
     with pytest.raises(AssertionError, match="partial_rows"):
         fp8_copies(x[:16], out, x[:16], torch.empty(2, 32))
+    with pytest.raises(AssertionError, match="partials: fp32"):
+        fp8_copies(x[:16], out, x[:16], torch.empty(1, 32, dtype=BF16))
+    unaligned = torch.zeros(16 * 32 + 4, dtype=BF16)[4:].view(16, 32)
+    for wrong in ((x[:16], out), (x[:16].to(BF16), out, x[:16], torch.empty(1, 32)), (unaligned, out)):
+        with pytest.raises(AssertionError, match="bf16, 16-byte aligned"):
+            cuda_fp8_copies(*wrong)
 
 
 @needs_hopper

@@ -67,6 +67,11 @@ def test_refuses_what_the_kernel_does_not_take() -> None:
         WeightCopies([copy_of(weight)._replace(plain=empty(16, 16, E5M2, SCALE, weight.device))])
     with pytest.raises(AssertionError, match="contiguous"):
         WeightCopies([copy_of(torch.zeros(32, 16).t())])
+    weight, plain, transposed = copy_of(torch.zeros(16, 32))
+    with pytest.raises(AssertionError, match="like its transpose"):
+        WeightCopies([WeightCopy(weight, transposed, plain)])
+    with pytest.raises(AssertionError, match="contiguous"):
+        WeightCopies([WeightCopy(weight, plain, plain._replace(values=plain.values.t()))])
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -119,6 +119,15 @@ def test_no_copy_overtakes_a_read_in_a_thousand_launches(busy: bool) -> None:
     assert wrong.item() == 0
 
 
+@pytest.mark.parametrize("wrong", ["weights", "rate"])
+def test_refuses_what_the_kernels_would_read_as_fp32(wrong: str) -> None:
+    dtype = torch.float16 if wrong == "weights" else torch.bfloat16
+    rate = torch.tensor(0.1, dtype=torch.float64 if wrong == "rate" else torch.float32)
+    peers = PeerTensors([torch.zeros(16, dtype=dtype)], 0)
+    with pytest.raises(AssertionError, match=r"bf16 or fp32|learning rate: fp32"):
+        sharded_adagrad(torch.zeros(16), torch.zeros(16), peers, peers, 0, rate, 1e-8)
+
+
 @pytest.mark.parametrize("update", [plain_sharded_adagrad, pytest.param(triton_sharded_adagrad, marks=needs_triton)])
 def test_master_may_be_the_slice_of_the_own_weights(update: Callable[..., None]) -> None:
     first, size = 64, 2503

@@ -141,6 +141,22 @@ def test_shapes_are_checked() -> None:
         silu_attention_forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, sequences, grad)
 
 
+def test_sequences_are_checked() -> None:
+    q, k, v, grad, sequences = draw("an empty one between")
+    targets, strided = sequences.targets, torch.stack([sequences.offsets] * 2, dim=1)[:, 0]
+    for wrong, message in (
+        ({"targets": targets[:1]}, r"targets: \[B\]"),  # PyTorch would use it for all sequences
+        ({"targets": targets.byte()}, "int32 or int64"),
+        ({"targets": targets[:1].expand(3)}, "contiguous"),
+        ({"offsets": strided}, "contiguous"),
+    ):
+        given = sequences._replace(**wrong)
+        with pytest.raises(AssertionError, match=message):
+            silu_attention_forward(q, k, v, given, torch.empty_like(grad))
+        with pytest.raises(AssertionError, match=message):
+            silu_attention_backward(grad, q, k, v, given, q.clone(), k.clone(), v.clone())
+
+
 def test_hoppers_kernels_are_not_for_a_cpu_nor_for_other_sizes() -> None:
     assert not applies(torch.zeros(8, 4, 128, dtype=torch.bfloat16))
     if available():

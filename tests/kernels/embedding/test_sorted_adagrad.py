@@ -119,3 +119,13 @@ def test_one_over_capacity_of_what_is_supported_is_refused() -> None:
     ids = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(AssertionError, match="columns"):
         sorted_adagrad(weights, weights.clone(), torch.zeros(2, 12), ids, ids, torch.ones(1), EPS)
+
+
+def test_refuses_what_the_kernels_would_read_as_other_numbers() -> None:
+    weights, ids, rate = torch.zeros(4, 16), torch.zeros(2, dtype=torch.int32), torch.ones(1)
+    given = (weights, weights.clone(), torch.zeros(2, 16))
+    with pytest.raises(AssertionError, match="learning rate: fp32"):
+        sorted_adagrad(*given, ids, ids, rate.double(), EPS)
+    for wrong in (ids[:1], torch.zeros(2, 2, dtype=torch.int32)[:, 0]):
+        with pytest.raises(AssertionError, match="a bag for each sorted id"):
+            sorted_adagrad(*given, ids, wrong, rate, EPS)
