@@ -39,7 +39,7 @@ class CapturedUpdate:
         self._early = [of.gradients_reduced for of in self._all if hasattr(of, "gradients_reduced")]
         self._norms: dict[Any, Tensor] = {}
         """Norms of the gradients in the last step, by clipping optimizer, in memory that all graphs write."""
-        self._rates: list[Any] = []
+        self._rates: list[float] = []
 
     def zero_grad(self) -> None:
         """Calls the optimizer's zero_grad, which also passes the tables' learning rates to the lookups."""
@@ -48,7 +48,8 @@ class CapturedUpdate:
     def set_rates(self, lookups_as_before: bool) -> None:
         """Passes only the tables' learning rates to the lookups. lookups_as_before: their rates are unchanged since
         the last call."""
-        rates = [group["lr"] for fused in self._fused for group in fused.param_groups]
+        # Numbers, also of a tensor: schedulers change that in place, and it is always equal to itself.
+        rates = [float(group["lr"]) for fused in self._fused for group in fused.param_groups]
         if rates == self._rates and lookups_as_before:
             return
         self._rates = rates

@@ -199,6 +199,7 @@ class DenseGraph:
     def capture_alone(self) -> None:
         """Begins to capture the dense part in graphs of its own, where an iteration's graph was to hold it."""
         self._own_graphs = True
+        self._runs.uses_stay = self.group.size() > 1  # a graph of one rank's dense part knows which it gives gradients
         self.failure = self.failure or self._runs.collectives
 
     def before_capture(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_bench.pipeline.five_stage.captured_update import CapturedUpdate
@@ -44,6 +45,36 @@ def test_the_norm_of_the_gradients_is_that_of_the_last_step(kind: GradientClippi
         assert clipping.last_total_grad_norm is not None
         reported.append(clipping.last_total_grad_norm)
     torch.testing.assert_close(reported, expected)
+
+
+class Tables(FusedOptimizer):
+    """Passes its rate to a lookup."""
+
+    def __init__(self, rate: Any) -> None:
+        super().__init__({}, {}, [{"params": [], "lr": rate}])
+        self.passed: list[float] = []
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self.passed.append(round(float(self.param_groups[0]["lr"]), 6))
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
+
+
+def test_rates_are_passed_to_the_lookups_whenever_they_or_those_of_the_lookups_have_changed() -> None:
+    tables, rate = Tables(0.5), torch.tensor(0.1)
+    others = Tables(rate)
+    update = CapturedUpdate(CombinedOptimizer([("tables", tables), ("others", others)]), [])
+    update.set_rates(True)
+    update.set_rates(True)
+    assert (tables.passed, others.passed) == ([0.5], [0.1])
+    update.set_rates(False)
+    tables.param_groups[0]["lr"] = 0.25
+    update.set_rates(True)
+    assert (tables.passed, others.passed) == ([0.5, 0.5, 0.25], [0.1, 0.1, 0.1])
+    rate.fill_(0.2)  # as torch's schedulers change a tensor
+    update.set_rates(True)
+    assert others.passed == [0.1, 0.1, 0.1, 0.2]
 
 
 def _counted(step: Any, seen: list[int], closure: Any = None) -> None:

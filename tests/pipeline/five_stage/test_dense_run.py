@@ -79,9 +79,10 @@ def train(
     options: FiveStageOptions,
     data: list[Any],
     around: Callable[[Any], None] = lambda model: None,
+    sharders: Any = None,
 ) -> tuple[list[float], dict[str, Tensor], Any]:
     """Losses, dense weights, and the pipeline."""
-    model, optimizer = build(ranks, kind, PLANS["TW"], sgd)
+    model, optimizer = build(ranks, kind, PLANS["TW"], sgd, sharders)
     around(model)
     pipeline = FiveStagePipeline(model, optimizer, ranks.device, options)
     progress, losses = iter(copy.deepcopy(data)), []
@@ -262,25 +263,72 @@ def test_hooks_that_come_late_are_called(run_ranks):
     run_ranks(1, late)
 
 
-def of_objects(ranks: Ranks) -> str:
-    """What is said of batches with an object, whose text is its address, under a graph of whole iterations."""
+class Task:
+    """An object, of which a graph does not know whether it is the same."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+SIZES = {"u0": 2, "u1": 1, "i0": 3, "i1": 2}
+
+
+def declared(ranks: Ranks, tasks: str, of: Callable[[str], Any] = Task) -> tuple[list[Any], Any]:
+    """Batches of declared sizes, with tasks that `of` makes, and sharders."""
+    data = of_tasks(ranks, tasks)
+    for batch in data:
+        lengths = torch.tensor([n for n in SIZES.values() for _ in range(batch.bags.stride())], dtype=torch.int32)
+        ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+        batch.bags = KeyedJaggedTensor(list(SIZES), ids, lengths=lengths, stride=batch.bags.stride())
+        batch.task = of(batch.task)
+    return data, {EmbeddingBagCollection: TrimmedEBCSharder(SIZES)}
+
+
+def refused(ranks: Ranks) -> str:
     signal.alarm(600)
     iteration_graph_on_cpu()
-    sizes = {"u0": 2, "u1": 1, "i0": 3, "i1": 2}
-    sharders: Any = {EmbeddingBagCollection: TrimmedEBCSharder(sizes)}
-    data = of_tasks(ranks, "aa")
-    for batch in data:
-        lengths = torch.tensor([n for n in sizes.values() for _ in range(batch.bags.stride())], dtype=torch.int32)
-        ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
-        batch.bags = KeyedJaggedTensor(list(sizes), ids, lengths=lengths, stride=batch.bags.stride())
-        batch.task = object()
-    model, optimizer = build(ranks, TwoTower, PLANS["TW"], sgd, sharders)
-    pipeline = FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="iteration"))
+    data, sharders = declared(ranks, "aa")
     with pytest.raises(ValueError, match="whose values a graph cannot compare") as raised:
-        pipeline.progress(iter(data))
+        train(ranks, Heads, FiveStageOptions(cuda_graph="iteration"), data, sharders=sharders)
     return str(raised.value)
 
 
 def test_objects_in_batches_are_refused_by_name_under_graphs_of_iterations(run_ranks):
-    (said,) = run_ranks(1, of_objects)
-    assert "batch.task is a object" in said
+    (said,) = run_ranks(1, refused)
+    assert "batch.task is a Task" in said
+
+
+def heads_change(ranks: Ranks) -> None:
+    signal.alarm(600)
+    iteration_graph_on_cpu()
+    data, sharders = declared(ranks, 7 * "a" + "ba", str)
+    with pytest.raises(ValueError, match=r"a\.weight gets no gradient from this batch, unlike from the first one"):
+        train(ranks, Heads, FiveStageOptions(cuda_graph="iteration"), data, sharders=sharders)
+
+
+def test_graphs_of_iterations_refuse_other_parameters_on_one_rank_too(run_ranks):
+    """Replays publish no gradients: they would step with those of the batch before."""
+    run_ranks(1, heads_change)
+
+
+def heads_alternate_without_iterations(ranks: Ranks) -> None:
+    signal.alarm(600)
+    iteration_graph_on_cpu()
+    dense_graph_on_cpu()
+    data, sharders = declared(ranks, "ab" * 4)
+    losses, weights, _ = train(ranks, Heads, DENSE, data, sharders=sharders)
+    options = FiveStageOptions(cuda_graph="iteration-or-dense")
+    ours, of_ours, pipeline = train(ranks, Heads, options, data, sharders=sharders)
+    assert "8 of 8 batches ran eagerly: batch.task is a Task" in pipeline.switched_off["cuda_graph"]
+    assert ours == losses
+    torch.testing.assert_close(of_ours, weights, rtol=0, atol=0)
+
+
+def test_what_falls_back_to_the_dense_part_trains_what_that_trains(run_ranks):
+    """Parameters that only some batches use, on one rank."""
+    run_ranks(1, heads_alternate_without_iterations)

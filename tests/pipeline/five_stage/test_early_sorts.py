@@ -30,6 +30,10 @@ class Graph:
     """Stands for the driver: a graph that is being captured, on streams that are numbered."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins another capture."""
         self.works: list[str] = []
         self.awaited: list[set[int]] = []
         self.streams: dict[int, set[int]] = {}
@@ -80,15 +84,16 @@ class Streams:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
 
-    def on(self, name: str, after: Any) -> AbstractContextManager[None]:
-        self._graph.wait(OF_LOOKUPS[LOOKUPS.index(name)], MAIN)
+    def on(self, name: str, after: int | None) -> AbstractContextManager[None]:
+        if after is not None:
+            self._graph.wait(OF_LOOKUPS[LOOKUPS.index(name)], after)
         return nullcontext()
 
-    def mark(self, name: str | None = None) -> str | None:
-        return name
+    def mark(self, name: str | None = None) -> int:
+        return MAIN if name is None else OF_LOOKUPS[LOOKUPS.index(name)]
 
-    def wait(self, event: str) -> None:
-        self._graph.wait(MAIN, OF_LOOKUPS[LOOKUPS.index(event)])
+    def wait(self, event: int) -> None:
+        self._graph.wait(MAIN, event)
 
     def stream(self, name: str) -> Any:
         return SimpleNamespace(cuda_stream=OF_LOOKUPS[LOOKUPS.index(name)])
@@ -119,6 +124,11 @@ def capture(graph: Graph, updates: Sequence[Sequence[str]]) -> EarlySorts:
     kernels = [Kernel(graph, stream) for stream in OF_LOOKUPS[: len(updates)]]
     streams: Any = Streams(graph)
     sorts = EarlySorts(kernels, streams)
+    capture_with(sorts, graph, kernels, updates)
+    return sorts
+
+
+def capture_with(sorts: EarlySorts, graph: Graph, kernels: Sequence[Kernel], updates: Sequence[Sequence[str]]) -> None:
     graph.launch(MAIN, "clear")
     with sorts.on_streams():
         for i, kernel in enumerate(kernels):
@@ -134,7 +144,6 @@ def capture(graph: Graph, updates: Sequence[Sequence[str]]) -> EarlySorts:
         graph.launch(stream, *update)
     end(sorts)
     graph.launch(MAIN, "end")
-    return sorts
 
 
 def of_one_table(graph: Graph) -> EarlySorts:
@@ -157,6 +166,7 @@ def end(sorts: EarlySorts) -> None:
 def test_the_sort_begins_after_the_exchange_and_the_update_after_the_gradients(graph: Graph) -> None:
     sorts = capture(graph, [[LINEARIZE, "memset", SORT, SEGMENTS, UPDATE, "after it"]])
     assert sorts.count == 1
+    assert graph.comes_before("clear", "bounds of table 0")
     assert graph.comes_before("lookup of table 0", "exchange")
     assert graph.comes_before("exchange", LINEARIZE)
     assert graph.comes_before("lookup of table 0", LINEARIZE)
@@ -203,6 +213,24 @@ def test_each_kernel_has_a_sort(graph: Graph) -> None:
         assert not graph.comes_before("exchange of gradients", SORT + name)
         assert graph.comes_before("exchange of gradients", UPDATE + name)
         assert graph.comes_before(UPDATE + name, "end")
+
+
+def test_each_graph_has_nodes_of_its_own(graph: Graph) -> None:
+    """Those of an earlier graph would be other nodes here, or none."""
+    streams: Any = Streams(graph)
+    kernel = Kernel(graph, OF_LOOKUPS[0])
+    sorts = EarlySorts([kernel], streams)
+    for ahead in ([], ["of the next batch", "also of it"]):
+        graph.begin()
+        graph.launch(MAIN, *ahead)
+        capture_with(sorts, graph, [kernel], [[LINEARIZE, SORT, UPDATE]])
+        assert sorts.count == 1
+        assert graph.comes_before("exchange", LINEARIZE)
+        assert not graph.comes_before("dense forward", SORT)
+        assert graph.comes_before("exchange of gradients", UPDATE)
+        assert graph.comes_before(UPDATE, "end")
+    with sorts.on_streams():  # in a capture that is not changed
+        assert sorts.count == 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import dlrm_bench.pipeline.five_stage.pipeline
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage import captured, dense_graph
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
@@ -155,6 +156,34 @@ def leave(ranks: Ranks) -> None:
 
 def test_nothing_keeps_a_closed_pipeline(run_ranks):
     run_ranks(1, leave)
+
+
+def close_all(ranks: Ranks) -> None:
+    signal.alarm(TIMEOUT)
+    dense_graph_on_cpu()
+    for module in (dense_graph, captured):
+        module.record = partial(counted, module.record)  # type: ignore[attr-defined]
+    trainer = FiveStagePipeline(*build(ranks, "TW"), ranks.device, FiveStageOptions(cuda_graph="dense"))
+    drain(trainer, iter(batches(ranks, 6)))
+    assert list(KEPT.values()) == ["mean", "run"]
+    trainer.close()
+    assert not KEPT
+
+
+KEPT: dict[int, str] = {}
+"""Names of what graphs hold that are not destroyed."""
+
+
+def counted(record: Any, work: Any, **arguments: Any) -> Any:
+    graph = record(work, **arguments)
+    KEPT[id(graph)] = "mean" if work.__name__ == "mean" else "run"
+    graph.reset = partial(KEPT.pop, id(graph))
+    return graph
+
+
+def test_all_graphs_of_the_dense_part_are_destroyed_with_the_pipeline(run_ranks):
+    """NCCL waits for those with its collectives."""
+    run_ranks(2, close_all)
 
 
 def fail_in_a_block(ranks: Ranks) -> None:

@@ -1,5 +1,6 @@
 """Graphs for batches of several sizes and numbers of tokens: what is replayed, padded or eager trains as stock does."""
 
+import copy
 import random
 import signal
 from collections.abc import Callable
@@ -141,6 +142,35 @@ def padding_matters(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_a_model_that_reads_the_padding_is_not_padded(run_ranks, world_size, gpu):
     run_ranks(world_size, padding_matters, gpu=gpu)
+
+
+class LeavesTraces(Sequence):
+    """Counts its batches on the device, and changes a field of each in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = sequences(need_indices=True)  # it is tried out with other ids, too
+        self.register_buffer("seen", torch.zeros(()))
+
+    def logits(self, batch: Any) -> Tensor:
+        self.seen += 1
+        return super().logits(batch) + batch.dense.add_(1).sum(1)
+
+
+def traces(ranks: Ranks) -> None:
+    signal.alarm(600)
+    dense_graph_on_cpu()
+    data = batches(ranks, 12)
+    theirs, _ = train(ranks, LeavesTraces, FiveStageOptions(), copy.deepcopy(data))
+    ours, pipeline = train(ranks, LeavesTraces, DENSE, copy.deepcopy(data))
+    torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-5, atol=1e-5)
+    assert pipeline._graph._padding.values()
+    assert all(why is None for why in pipeline._graph._padding.values())
+    assert pipeline._model.module.seen == len(data)
+
+
+def test_trying_out_the_padding_leaves_no_trace(run_ranks):
+    run_ranks(1, traces)
 
 
 class EveryOther(torch.optim.Optimizer):

@@ -26,19 +26,24 @@ class Arguments:
 
     missing = 0
     """How many of the marks have come to no kernel."""
+    without = GRAPHS
+    """Graphs in which they are missing."""
     made: "list[Arguments]"
 
     def __init__(self, graph: Any, of: list[float]) -> None:
-        self.graph, self.found, self.values = graph, set(range(len(of) - Arguments.missing)), list(of)
+        missing = Arguments.missing if graph in Arguments.without else 0
+        self.graph, self.found, self.values = graph, set(range(len(of) - missing)), list(of)
+        self._types = list(map(type, of))
         Arguments.made.append(self)
 
     def set(self, values: list[float]) -> None:
+        assert list(map(type, values)) == self._types, "each to its mark"
         self.values = list(values)
 
 
 @pytest.fixture
 def changeable(monkeypatch: pytest.MonkeyPatch) -> None:
-    Arguments.missing, Arguments.made = 0, []
+    Arguments.missing, Arguments.without, Arguments.made = 0, GRAPHS, []
     monkeypatch.setattr(dlrm_bench.pipeline.five_stage.table_rates, "keeps_graphs", lambda: True)
     monkeypatch.setattr(dlrm_bench.pipeline.five_stage.table_rates, "MarkedArguments", Arguments)
 
@@ -80,12 +85,14 @@ def test_graphs_follow(changeable: None) -> None:
     assert capture(rates)
     assert rates.followed
     for step in range(3 * CAPTURES_IN_A_ROW):
-        of[0].learning_rate_tensor.fill_(1 / 2**step)
+        assert rates.are_as_before()
+        of[0].learning_rate_tensor.fill_(0.25 / 2**step)
+        assert not rates.are_as_before()
         assert rates.follow()
         one, other = Arguments.made
         replayed, left = (one, other) if step % 2 else (other, one)
         rates.bring(replayed.graph)
-        assert replayed.values == [1 / 2**step]
+        assert replayed.values == [0.25 / 2**step]
         assert left.values != replayed.values
         replayed.values = []
         rates.bring(replayed.graph)
@@ -111,9 +118,10 @@ def test_graphs_that_come_later_are_followed_too(changeable: None) -> None:
     assert not rates.follow()
 
 
-def test_a_mark_that_no_kernel_has_takes_captures_anew(changeable: None) -> None:
+@pytest.mark.parametrize("without", [GRAPHS, GRAPHS[:1], GRAPHS[1:]])
+def test_a_mark_that_no_kernel_has_takes_captures_anew(changeable: None, without: list[Any]) -> None:
     of = kernels(0.5, 0.25)
-    Arguments.missing = 1
+    Arguments.missing, Arguments.without = 1, without
     rates = TableRates(of)
     assert not capture(rates)
     assert not rates.begin_capture()
@@ -193,21 +201,30 @@ def one_schedule(step: int, optimizer: Any, model: Any) -> None:
         group["lr"] = 0.05 if step < 9 else 0.005
 
 
-def falls(ranks: Ranks) -> dict[str, Any]:
+def in_place(step: int, optimizer: Any, model: Any) -> None:
+    """The tables' rate is a tensor, which torch's schedulers change in place."""
+    tables, _ = (part for _, part in optimizer.optimizers)
+    for group in tables.param_groups:
+        if step == 0:
+            group["lr"] = torch.tensor(0.05)
+        group["lr"].fill_(0.05 if step < 9 else 0.005)
+
+
+def falls(ranks: Ranks, schedule: Callable[..., None]) -> dict[str, Any]:
     prepare(ranks)
     iteration_graph_on_cpu(numbered=True)
     data = batches(ranks, 14, fixed=True)
-    run = whole(ranks, data, one_schedule)
-    assert_equal(run.trained, stock(ranks, data, one_schedule), BITS)
+    run = whole(ranks, data, schedule)
+    assert_equal(run.trained, stock(ranks, data, schedule), BITS)
     return run.described
 
 
-def test_tables_step_at_the_new_rate_when_graphs_are_captured_again_for_the_dense_one(
-    run_ranks: Callable[..., Any],
-) -> None:
-    for described in run_ranks(2, falls):
+@pytest.mark.parametrize(("schedule", "captures"), [(one_schedule, 2), (in_place, 1)])
+def test_tables_step_at_the_new_rate(run_ranks: Callable[..., Any], schedule: Any, captures: int) -> None:
+    """Also where graphs are captured again for the dense weights' rate."""
+    for described in run_ranks(2, falls, schedule):
         assert described["follows_table_rates"]
-        assert (described["captures"], described["replays"]) == (2, 14 - EAGER)
+        assert (described["captures"], described["replays"]) == (captures, 14 - EAGER)
 
 
 def forms_come(ranks: Ranks) -> dict[str, Any]:

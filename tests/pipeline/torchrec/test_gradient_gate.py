@@ -17,7 +17,7 @@ from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
 from tests.pipeline.test_non_finite import STEPS, Trained, config_of, train
 
-CPU = torch.device("cpu")
+ONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 WHOLE: dict[str, Any] = {
     "pipeline": "five-stage",
     "trim_input_dist": True,
@@ -30,10 +30,9 @@ WHOLE: dict[str, Any] = {
 @pytest.mark.parametrize("bad", [None, 0, 1, 2])
 def test_the_gate_looks_once_at_gradients_that_are_reduced_early(bad: int | None) -> None:
     """bad: gradient with a NaN."""
-    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
     model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(3))
-    guard = TorchRecLossGuard(model, ranks)
-    skip, gate = guard.skip(), guard.gate(model)
+    guard = TorchRecLossGuard(model, ONE)
+    gate, skip = guard.gate(model), guard.skip()  # in the order in which pipelines ask
     other, seen = nn.Parameter(torch.ones(2)), list[int]()
 
     def report(watch: Watch, gradients: list[Tensor], tables: GradientTables) -> None:
@@ -53,21 +52,53 @@ def test_the_gate_looks_once_at_gradients_that_are_reduced_early(bad: int | None
     assert seen == [gradient.data_ptr() for gradient in reversed(of)]
     assert [gradient.tolist() for gradient in of] == 3 * [2 * [float(bad is None)]]
     assert skip == float(bad is not None), "an optimizer with momentum skips the iteration"
+    assert guard.tallies.counts.tolist() == [[0, 0], [0, int(bad is not None)]]
     of[2][:] = torch.nan  # at the same address, and not looked at early
     gate.step()
     assert not any(gradient.any() for gradient in of)
 
 
 def test_without_zero_grad_an_iteration_that_was_given_up_would_hide_a_gradient() -> None:
-    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
     model = nn.ParameterList([nn.Parameter(torch.ones(2))])
-    gate = TorchRecLossGuard(model, ranks).gate(model)
+    gate = TorchRecLossGuard(model, ONE).gate(model)
     gradient = model[0].grad = torch.ones(2)
     gate.gradients_reduced([model[0]], [gradient])  # and no step
     gradient.fill_(torch.nan)
     gate.zero_grad()
     gate.step()
     assert gradient.tolist() == [0, 0]
+
+
+def test_parts_without_end_find_their_addresses_again() -> None:
+    """A capture could not copy them to the device."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(3 * GradientTables._KEPT))
+    gate, gradients = TorchRecLossGuard(model, ONE).gate(model), [torch.ones(2) for _ in model]
+    made: list[int] = []
+
+    def report(watch: Watch, gradients: list[Tensor], tables: GradientTables) -> None:
+        before = set(tables._of)
+        if gradients:
+            tables.of(gradients)
+        made.append(len(set(tables._of) - before))
+
+    with patch.object(gradient_gate, "report_together", report):
+        for iteration in range(2):
+            gate.zero_grad()
+            for parameter, gradient in zip(model, gradients, strict=True):
+                gate.gradients_reduced([parameter], [gradient])
+                parameter.grad = gradient
+            gate.step()
+            assert sum(made) == (0 if iteration else len(gradients))
+            made.clear()
+
+
+def test_a_parameter_without_a_gradient_has_nothing_to_gate() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(2))
+    gate = TorchRecLossGuard(model, ONE).gate(model)
+    model[0].grad = torch.full((2,), torch.nan)
+    gate.step()
+    assert model[0].grad.tolist() == [0, 0]
+    assert model[1].grad is None
 
 
 def train_in_parts(ranks: Ranks) -> tuple[Trained, list[int]]:

@@ -10,6 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec import JaggedTensor, KeyedTensor
+from torchrec.distributed.types import NoWait
 
 import dlrm_bench.pipeline.five_stage.pipeline
 from dlrm_bench.dlrm.dense.loss_guard import LossGuard
@@ -25,6 +27,7 @@ from tests.pipeline.small_runs import batches_of
 from tests.pipeline.test_non_finite import BAD, Trained, config_of, train
 
 CPU = torch.device("cpu")
+ONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
 STEPS = 10
 DELAY = 300_000_000
 """Cycles, some 150 ms: longer than what is launched after the look, up to the end of the training."""
@@ -175,15 +178,15 @@ class Lossy(nn.Module):
         self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        loss = (self.weight * batch).sum()
+        loss = (self.weight * batch).sum().to(batch.dtype)
         return loss, loss.detach()
 
 
-def test_the_gate_of_dense_gradients_waits_on_the_stream_of_the_update() -> None:
-    ranks = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
+@pytest.mark.parametrize("early", [False, True])
+def test_the_gate_of_dense_gradients_waits_on_the_stream_of_the_update(early: bool) -> None:
     with Order() as order, streams_in(order):
         model = Lossy()
-        of_model = guard.TorchRecLossGuard(model, ranks)
+        of_model = guard.TorchRecLossGuard(model, ONE)
         skip, gate = of_model.skip(), of_model.gate(model.parameters())
         for number, bad in ((1.0, 0), (torch.inf, 1), (1.0, 1)):
             loss, _ = model(torch.full((3,), number))
@@ -192,11 +195,52 @@ def test_the_gate_of_dense_gradients_waits_on_the_stream_of_the_update() -> None
             made = {name: time for name, time in order.times().items() if name != "guard"}
             with order.on("update"):
                 order.wait(made)
+                if early:
+                    gate.gradients_reduced([model.weight], [model.weight.grad])
                 gate.step()
                 assert model.weight.grad.tolist() == 3 * [1 - bad]
                 assert skip == bad
             order.wait(order.times("update"))
     assert order.found == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_any_dtype_count_in_training_alone(dtype: torch.dtype) -> None:
+    model = Lossy()
+    gate = guard.TorchRecLossGuard(model, ONE).gate(model.parameters())
+    for number, training, kept in ((torch.inf, False, 1.0), (1.0, True, 1.0), (torch.inf, True, 0.0)):
+        model.train(training)(torch.full((3,), number, dtype=dtype))
+        model.weight.grad = torch.ones(3)
+        gate.step()
+        assert model.weight.grad.tolist() == 3 * [kept]
+
+
+class Lookup(nn.Module):
+    """Stands for a sharded module with two features."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.weight, self._pooled = nn.Parameter(torch.ones(2, 3)), pooled
+
+    def forward(self) -> NoWait[Any]:
+        vectors = [vector.view(1, 3) * 1 for vector in self.weight]
+        if self._pooled:
+            return NoWait(KeyedTensor(["a", "b"], [3, 3], torch.cat(vectors, 1)))
+        return NoWait({key: JaggedTensor.from_dense([of]) for key, of in zip("ab", vectors, strict=True)})
+
+
+@pytest.mark.parametrize("feature", ["a", "b"])
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("name", ["tables", "tables_of_items"])
+def test_vectors_of_every_feature_and_module_are_gated(name: str, pooled: bool, feature: str) -> None:
+    model = nn.ModuleDict({of: Lookup(pooled) for of in ("tables", "tables_of_items")})
+    of_model = guard.TorchRecLossGuard(model, ONE)
+    with patch.object(guard, "ShardedModule", Lookup):
+        of_model.watch_lookups(model)
+    of = model[name]().wait()[feature]
+    ((of if pooled else of.values()) * torch.nan).sum().backward()
+    assert model[name].weight.grad.tolist() == 2 * [3 * [0]]
+    assert of_model.tallies.not_finite.tolist() == [1, 0]
 
 
 def test_a_loss_without_a_gradient_is_waited_for_at_once() -> None:
@@ -221,7 +265,7 @@ def test_after_a_backward_that_failed_readers_still_wait_and_the_loss_stays_allo
         of.flag.mul_(2)
         (gradient,) = torch.autograd.grad(of.forward(of.gate), [of.weight])
         torch.zeros(1)
-    assert order.found == {}
+    assert (order.found, of.looks._losses) == ({}, [])
     assert of.flag == 6 * 2 + 6
     assert gradient.tolist() == 3 * [2 * 18]
 
