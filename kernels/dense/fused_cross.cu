@@ -6,7 +6,7 @@
 //   OUTPUT_BACKWARD  in: x0       g' = acc, and all else as BACKWARD
 //   INPUT      in: g_l, y_l ...   dx0 = acc + g_0 + sum over l of g_l * y_l                  b: [depth, width]
 //
-// One block per multiprocessor walks a range of 64 x 128 tiles, row tiles first, so that its 128 columns of b stay in
+// Each block walks a range of 64 x 128 tiles, row tiles first, so that its 128 columns of b stay in
 // shared memory for nearly the whole range. Two warpgroups alternate: one multiplies while the other runs its epilogue.
 // Two more warps prefetch tiles with the bulk tensor copy engine, one those of a and b, the other the epilogue's
 // inputs. Outputs overwrite their inputs in shared memory, from where each warp stores its rows in pieces of 128 bytes:
@@ -320,8 +320,10 @@ __device__ void consume(const Arguments& p, const Memory& memory, const Tiles& t
             if (pair == PAIRS - 1) one[i] = pack(d0, d1);
           }
         }
-        if constexpr (WRITES_TILES)
+        if constexpr (WRITES_TILES) {
           count_y(p, d, first_row + warp * 16 + lane / 4, n * COLUMNS + half * CHUNK + lane % 4 * 2);
+          __syncwarp();  // lanes that counted come later, and stmatrix needs the whole warp at once
+        }
         if (pair == PAIRS - 1) {
 #pragma unroll
           for (int block = 0; block < 8; block += 2) {

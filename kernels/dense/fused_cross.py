@@ -312,13 +312,16 @@ def _launch(
     partials: Tensor | None = None,
     tiles: Sequence[Fp8] = (),
 ) -> None:
+    written = [t for t in (*outputs, bias) if t is not None]
+    assert all(t.dtype == torch.bfloat16 and t.data_ptr() % 16 == 0 for t in written), "bf16, 16-byte aligned"
+    assert partials is None or partials.dtype == torch.float32, "partials: fp32"
     unscale = 1 / (a.scale * b.scale) if isinstance(a, Fp8) and isinstance(b, Fp8) else 1
     a, b = (factor.values if isinstance(factor, Fp8) else factor for factor in (a, b))
     (batch, width), pairs, depth = inputs[0].shape, len(inputs) // 2, _CHUNK_BYTES // a.itemsize
     # Rows of b's box: with bf16, the backward's factors have the summed dimension first.
     b_box_rows = _CHUNK if mode != _FORWARD and a.dtype == torch.bfloat16 else _COLUMNS
-    blocks = multiprocessors(a.device)
     row_tiles, column_tiles = cdiv(batch, _ROWS), cdiv(width, _COLUMNS)
+    blocks = _blocks(row_tiles * column_tiles, multiprocessors(a.device))
     size = (row_tiles, column_tiles, _ROWS * _COLUMNS)
     assert all(y.values.shape == size and y.values.is_contiguous() for y in tiles), "y: from empty_y"
     tally, limit = (None, 0) if out8 is None else out8.plain.tallied()
@@ -341,11 +344,21 @@ def _launch(
         width,
         row_tiles,
         column_tiles,
-        _blocks_of_columns(batch, width, blocks),
+        _blocks_of_columns(batch, width, multiprocessors(a.device)),
     )
     formats = FORMATS[a.dtype], FORMATS[torch.bfloat16 if out8 is None else out8.plain.values.dtype]
-    kernel = _kernel(mode, pairs, cdiv(a.shape[1], depth), *formats, outputs[-1] is not None, len(tiles) > 0, a.device)
-    kernel.launch(min(blocks, row_tiles * column_tiles), arguments)
+    steps = cdiv(a.shape[1], depth)
+    assert steps <= _MAX_STEPS, f"depth: at most {_MAX_STEPS * depth}, not {a.shape[1]}"  # b would not fit
+    kernel = _kernel(mode, pairs, steps, *formats, outputs[-1] is not None, len(tiles) > 0, a.device)
+    kernel.launch(blocks, arguments)
+
+
+def _blocks(tiles: int, multiprocessors: int) -> int:
+    """Returns the number of blocks: the fewest none of which has more tiles than if each multiprocessor had a block.
+
+    The multiprocessors that are left over run the kernels beside this one, for which its last blocks would else wait.
+    """
+    return cdiv(tiles, cdiv(tiles, multiprocessors))
 
 
 @functools.cache
@@ -353,7 +366,7 @@ def _blocks_of_columns(batch: int, width: int, multiprocessors: int) -> int:
     """Returns the largest number of blocks of the kernel that work on the same columns."""
     row_tiles, column_tiles = cdiv(batch, _ROWS), cdiv(width, _COLUMNS)
     tiles = row_tiles * column_tiles
-    blocks = min(multiprocessors, tiles)
+    blocks = _blocks(tiles, multiprocessors)
 
     def block_of(tile: int) -> int:
         return ((tile + 1) * blocks - 1) // tiles
