@@ -4,6 +4,9 @@
 // at random addresses: a group loads the gradients of UNROLL positions, and weights and state of the runs that end
 // there, before it uses the first. Meanwhile the ids of the next positions are loaded.
 //
+// Chunks end near multiples of CHUNK, where the run of that position has its next multiple of CHUNK, counted from the
+// run's start, or else its end: the sum of a run does not depend on where the run is.
+//
 // No headers: NVRTC comes with none. Macros: COLUMNS, BF16 (gradients, else fp32), CHUNK, UNROLL, TIERED (some rows are
 // in host memory).
 
@@ -88,12 +91,40 @@ __device__ __forceinline__ void keep(const Arguments& p, u64 at, float4& weights
   if (__float_as_uint(state.w) >= INFINITE) state.w = p.state[at + 3], weights.w = p.weights[at + 3];
 }
 
+// Returns how far the run of equal ids at position `at` reaches in a direction of 1 or -1: up to `most` positions. Called
+// by a whole group. At each step, lane n looks n + 1 strides ahead; strides grow until one is outside, then shrink.
+__device__ __forceinline__ int reach(const int* ids, int at, int direction, int most, int lane) {
+  const u32 group = (LANES == 32 ? ~0u : (1u << LANES % 32) - 1) << threadIdx.x % 32 / LANES * LANES;
+  const int id = ids[at];
+  int reached = 0, stride = 1;
+  bool grows = true;
+  while (true) {
+    const long long ahead = reached + (lane + 1ll) * stride;
+    const bool same = ahead <= most && ids[at + direction * int(ahead)] == id;
+    const int count = __popc(__ballot_sync(group, same));
+    reached += count * stride;
+    grows = grows && count == LANES;
+    if (!grows && stride == 1) return reached;
+    stride = grows ? stride * LANES : stride / LANES;
+  }
+}
+
+// Returns the first position of the chunk whose nominal one is `at`.
+__device__ __forceinline__ int border(const Arguments& p, int at, int lane) {
+  if (at <= 0 || at >= p.count) return min(at, p.count);
+  if (p.ids[at - 1] != p.ids[at]) return at;
+  const int past = reach(p.ids, at, -1, at, lane) % CHUNK;
+  if (past == 0) return at;
+  const int missing = CHUNK - past;  // reach: of the positions after this one
+  return at + 1 + reach(p.ids, at, 1, min(missing, p.count - at) - 1, lane);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) sorted_adagrad(const __grid_constant__ Arguments p) {
   const int lane = threadIdx.x % LANES;
   const int chunk = blockIdx.x * GROUPS + threadIdx.x / LANES;
-  const int start = chunk * CHUNK, end = min(start + CHUNK, p.count);
   for (int i = 0; i < p.flags; ++i)
     if (p.stopped[i]) return;
+  const int start = border(p, chunk * CHUNK, lane), end = border(p, (chunk + 1) * CHUNK, lane);
   if (start >= end) return;
   const float rate = *p.learning_rate;
   // No id is less than -1, which is padding.
@@ -144,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sorted_adagrad(const __gri
         if (largest >= INFINITE && p.flags > 0) keep(p, at, w[i], s[i]);
         *reinterpret_cast<float4*>(p.weights + at) = w[i];
         *reinterpret_cast<float4*>(p.state + at) = s[i];
-      } else if (ends || first + i == start + CHUNK - 1) {
+      } else if (ends || first + i == end - 1) {
         *reinterpret_cast<float4*>(p.partials + (2ll * chunk + !comes_in) * COLUMNS + lane * 4) = sum;
       }
     }

@@ -2,11 +2,13 @@
 
 The ids of a batch are known long before its gradients, so `sort_ids` runs a batch ahead, off the critical path.
 `sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float atomics:
-equal inputs give equal bits.
+equal inputs give equal bits. On Hopper GPUs a row's bits depend on the order of its own gradients alone, not on where
+they are among all, so that rows may be sorted in any order.
 
 Sorted ids form runs of equal ids. One warp walks over a chunk of consecutive positions, tile by tile, and adds up runs
 by a segmented scan. Runs inside one chunk are finished there. A chunk's sums of runs that cross its borders go to
-`partials`, where a second kernel adds them up.
+`partials`, where a second kernel adds them up. On Hopper GPUs borders move to multiples of the chunk's size from the
+start of the run that crosses them, or to its end.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class SortedAdagrad(NamedTuple):
         tensors, sizes = self._of_triton(chunk)
         grid = (cdiv(count, chunk),)
         _sorted_adagrad_kernel[grid](*tensors, self.grad, self.sorted_bags, *sizes, tile, num_warps=1)
-        self._merge(tensors, sizes)
+        self._merge(tensors, sizes, moved=False)
 
     def cuda(self, chunk: int = 0, unroll: int = 0) -> None:
         """Updates in a kernel for Hopper GPUs with more rows in flight, and in the second kernel of `triton`."""
@@ -128,7 +130,7 @@ class SortedAdagrad(NamedTuple):
         arguments = _Arguments(*pointers, *sizes_and_rows)
         kernel = _kernel(columns, self.grad.dtype == torch.bfloat16, chunk, unroll, in_host != 0, weights.device)
         kernel.launch(cdiv(len(partials), _THREADS // (columns // 4)), arguments)
-        self._merge(tensors, sizes)
+        self._merge(tensors, sizes, moved=True)
 
     def _of_triton(self, chunk: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the tensors and sizes for both Triton kernels."""
@@ -140,11 +142,11 @@ class SortedAdagrad(NamedTuple):
         rows = (len(self.weights), in_host, in_host != 0)
         return tensors, (self.eps, count, *rows, flags, self.weights.stride(0), columns, chunk)
 
-    def _merge(self, tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> None:
+    def _merge(self, tensors: tuple[Any, ...], sizes: tuple[Any, ...], moved: bool) -> None:
         chunks = len(tensors[2])
         if chunks > 1:
             width = 4096 // self.weights.shape[1]
-            _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, width, num_warps=2)
+            _sorted_adagrad_merge_kernel[(chunks - 1,)](*tensors, *sizes, width, moved, num_warps=2)
 
 
 sorted_adagrad = function(SortedAdagrad, SortedAdagrad.launch)
@@ -285,21 +287,28 @@ def _sorted_adagrad_merge_kernel(
     columns: tl.constexpr,
     chunk: tl.constexpr,
     width: tl.constexpr,
+    moved: tl.constexpr,
 ) -> None:
     first = tl.program_id(0)  # the chunk in which the run opens
+    start = first * chunk
     end = (first + 1) * chunk
     run_id = tl.load(ids + end - 1)
-    id_before = tl.load(ids + first * chunk - 1, first > 0, other=-1)
+    id_before = tl.load(ids + start - 1, first > 0, other=-1)
     goes_on = (run_id >= 0) & (tl.load(ids + end) == run_id) & (run_id != id_before)
     if flags:
         goes_on = goes_on & (is_stopped(stopped, flags) == 0)
+    if moved:  # chunks have the run's ids from multiples of their size on, counted from its start
+        of_run = tl.load(ids + start + tl.arange(0, chunk), goes_on, other=-2) == run_id
+        start = end - tl.sum(of_run.to(tl.int32))
+        goes_on = goes_on & (tl.load(ids + start + chunk, goes_on & (start + chunk < count), other=-1) == run_id)
     if goes_on:
         column = tl.arange(0, columns)
         g = tl.load(partials + (2 * first.to(tl.int64) + 1) * columns + column)
         next_chunk = first + 1
         while goes_on:
             chunks = next_chunk + tl.arange(0, width)
-            inside = tl.load(ids + chunks * chunk, chunks < tl.cdiv(count, chunk), other=-1) == run_id
+            begins = start + (chunks - first) * chunk
+            inside = tl.load(ids + begins, begins < count, other=-1) == run_id
             at = 2 * chunks.to(tl.int64)[:, None] * columns + column[None, :]
             g += tl.sum(tl.load(partials + at, inside[:, None], other=0.0), 0)
             next_chunk += width

@@ -83,10 +83,6 @@ class Iteration:
             if self._ebc.agrees:
                 with streams.beside(on.AGREEMENT, incoming):
                     self._agree(ahead)
-            raw = self._ebc.tables.raw_ids
-            if raw:  # their sort takes longer than a table update
-                with streams.beside(on.SORT, incoming):
-                    self._sort_ids(ahead)
             with record_function("embedding_forward"):
                 pooled, forward = self._embedding_forward(now)
             last = forward.parts[-1]
@@ -105,7 +101,7 @@ class Iteration:
                 with streams.on(tables):
                     streams.join(incoming)
                     self._ebc.bring_late_rows(ahead.ids)
-            if not (in_tiers or raw):
+            if not in_tiers:
                 # Sorts and GEMMs need whole multiprocessors; the table update waits for memory, in small blocks.
                 with streams.beside(on.SORT, incoming, last):
                     self._sort_ids(ahead)

@@ -16,7 +16,7 @@ class SortedIds:
 
     ids: Tensor
     """int32, flat: rows of all tables, counted one table after another, in ascending order; for picked ids, -1 after
-    the last. Raw ids: int64, by table, then by id."""
+    the last. If rows are created when first named: their places, in ascending order."""
     bags: Tensor
     """int32, flat: the row of all parts' pooled gradients, viewed as [part * G * T, C], of each sorted id."""
     peers: PeerTensors | None = None
@@ -30,7 +30,8 @@ class PlacedIds:
     lookup: Tensor
     """int32, in the order of the ids."""
     sorted: Tensor | None = None
-    """int32, in the order of the sorted ids, if these are sorted; equal rows are runs of equal places."""
+    """int32, in the order of the sorted ids, if rows are on two tiers and ids are sorted; equal rows are runs of equal
+    places."""
     lacking: Tensor | None = None
     """int32 [1] for a batch that creates rows: whether any of them has no place, see DynamicRows.place."""
 

@@ -63,7 +63,7 @@ def _pools(shape: TBEShape, on_device: DeviceRows) -> list[Pool]:
 
 def empty_placed(ids: Tensor, makes: bool, sorts: bool) -> PlacedIds:
     """Returns memory for the places of one batch's rows. ids: give the shape. makes: whether rows are created. sorts:
-    whether ids are sorted."""
+    whether ids are sorted by row, and their places are not."""
     lookup = torch.zeros_like(ids, dtype=torch.int32)
     of_sorted = torch.zeros_like(lookup) if sorts else None
     return PlacedIds(lookup, of_sorted, torch.full_like(lookup[:1], -1) if makes else None)

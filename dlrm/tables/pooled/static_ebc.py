@@ -174,8 +174,8 @@ class StaticEBC:
 
     def sort(self, ids: DistributedIds) -> None:
         """Fills `sorted`, if present, from `ids`, for the update; ranks that share the sort write to one another, see
-        SharedSort. If rows are `dynamic`, it follows `bring_rows`, and also finds the places of the sorted ids. Ids are
-        sorted by row, not by place, because the update's rounding depends on where a row's ids stand among all."""
+        SharedSort. If rows are `dynamic`, it follows `bring_rows`, and sorts their places: the order of rows changes no
+        bit of an update."""
         if ids.sorted is None:
             return
         if self._shared_sort is not None and ids.sorted.peers is not None:
@@ -183,9 +183,8 @@ class StaticEBC:
         elif ids.picked is not None:
             sort_rows(ids.picked.sort_rows, ids.picked.bags, ids.sorted.ids, ids.sorted.bags)
         else:
-            self._tbe.sort(ids.ids, ids.sorted.ids, ids.sorted.bags)
-        if self.dynamic is not None and ids.placed is not None and ids.placed.sorted is not None:
-            self.dynamic.map.find(self._tbe.sorted_keys(ids.sorted.ids), ids.placed.sorted)
+            rows = ids.ids if self.dynamic is None or ids.placed is None else ids.placed.lookup
+            self._tbe.sort(rows, ids.sorted.ids, ids.sorted.bags)
 
     def empty_ids(self, sorts: bool = True) -> DistributedIds:
         """Returns memory for one batch's ids, all zero. Collective with peer memory.
@@ -204,7 +203,7 @@ class StaticEBC:
             ids.sorted = self._empty_sorted(ids)
         if self._tbe.by_places:
             makes = sorts and self.dynamic is not None
-            ids.placed = placed_rows.empty_placed(received.own, makes, sorts=ids.sorted is not None)
+            ids.placed = placed_rows.empty_placed(received.own, makes, ids.sorted is not None and self.in_tiers)
         return ids
 
     def _empty_sorted(self, ids: DistributedIds) -> SortedIds:
@@ -212,7 +211,7 @@ class StaticEBC:
             peers = self._shared_sort.empty()
             return SortedIds(*self._shared_sort.views(peers), peers)
         size = ids.received.own if ids.picked is None else ids.picked.rows
-        return SortedIds(torch.zeros_like(size), torch.zeros_like(size, dtype=torch.int32))
+        return SortedIds(torch.zeros_like(size, dtype=torch.int32), torch.zeros_like(size, dtype=torch.int32))
 
     def expect(self, ids: DistributedIds) -> None:
         """Announces an input dist into `ids` and its `agree`, before their launch: `eager_ids` waits for them."""
@@ -312,8 +311,8 @@ class StaticEBC:
         """
         if self.presort:
             assert ids.sorted is not None, "ids of an evaluation update nothing"
-            rows = ids.sorted.ids if ids.placed is None else ids.placed.sorted
-            assert rows is not None
+            found = None if ids.placed is None else ids.placed.sorted
+            rows = ids.sorted.ids if found is None else found
             sorted_adagrad(
                 self._tbe.weights,
                 self._tbe.state,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -15,7 +16,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 
 from dlrm_bench.dlrm.optimizers import SGD, Adagrad, RowWiseAdagrad, TableOptimizer
-from dlrm_bench.dlrm.tables.pooled.raw_order import RawOrder
 from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
 from dlrm_bench.kernels.embedding.id_map import Keys
 from dlrm_bench.kernels.embedding.pooled_lookup import LookupTable, PooledTable, pooled_lookup
@@ -109,11 +109,8 @@ class FixedTBE:
         self._offsets = torch.cat(ends).to(device=device, dtype=torch.int32)
         self._part_ids, self.num_ids = start, parts * start
         self._shape, self._rows, self._device = shape, sum(rows), device
-        self._order: SortTable | None = None
-        self._raw_order: RawOrder | None = None
-        if shape.raw_ids:
-            assert places is not None, "raw ids have places"
-            self._raw_order = RawOrder(*self._tables_and_bags(range(self.num_tables)))
+        assert places is not None or not shape.raw_ids, "raw ids have places"
+        self._places = places
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the rate of FBGEMM's backward, starting with the next one; a captured backward keeps the rate of its
@@ -158,30 +155,42 @@ class FixedTBE:
         of_ids = of_table.repeat_interleave(samples).repeat_interleave(sizes).repeat(parts)
         return of_ids.to(self._device, torch.int32), (part + bag).view(-1).to(self._device, torch.int32)
 
-    def sort(self, ids: Tensor, sorted_ids: Tensor, sorted_bags: Tensor) -> None:
-        """Writes rows of `weights` in ascending order to sorted_ids, int32 [num_ids], and the bag of each to
-        sorted_bags; of raw ids, int64, the ids themselves, by table, then by id."""
-        if self._raw_order is not None:
-            self._raw_order.sort(ids, sorted_ids, sorted_bags)
-        else:
-            sort_ids(ids, self._all_tables(), sorted_ids, sorted_bags)
+    def sort(self, rows: Tensor, sorted_rows: Tensor, sorted_bags: Tensor) -> None:
+        """Writes rows of `weights` in ascending order to sorted_rows, and the bag of each to sorted_bags. All int32
+        [num_ids].
+
+        rows: in the order of the ids; the ids themselves, unless rows have places that are given when they are first
+        named: then their places.
+        """
+        sort_ids(rows, self._order, sorted_rows, sorted_bags)
 
     def rows_of(self, ids: Tensor) -> Tensor:
         """Returns each id's row, counted over all tables one after another, int32 [num_ids]."""
-        return ids + self._all_tables().first_rows
+        return ids + self._first_rows
 
     def keys_of(self, ids: Tensor) -> Keys:
         """Returns the keys of ids in the map of rows that are created when first named."""
-        return Keys(self.rows_of(ids)) if self._raw_order is None else self._raw_order.keys(ids)
+        return Keys(ids, self._tables) if self._shape.raw_ids else Keys(self.rows_of(ids))
 
-    def sorted_keys(self, sorted_ids: Tensor) -> Keys:
-        """Returns the same of ids that `sort` has sorted."""
-        return Keys(sorted_ids) if self._raw_order is None else self._raw_order.sorted_keys(sorted_ids)
+    # Created on first use: each needs as much memory as the ids.
 
-    def _all_tables(self) -> SortTable:
-        if self._order is None:  # created on first use: it needs as much memory as the ids
-            self._order = self.sort_table(range(self.num_tables))
-        return self._order
+    @cached_property
+    def _order(self) -> SortTable:
+        every = range(self.num_tables)
+        if self._places is None:
+            return self.sort_table(every)
+        bags = self._tables_and_bags(every)[1]
+        return SortTable(torch.zeros_like(bags), bags, self._places)
+
+    @cached_property
+    def _first_rows(self) -> Tensor:
+        """int32 [num_ids], the first row of each id's table."""
+        return torch.tensor(self.first_row, dtype=torch.int32, device=self._device)[self._tables]
+
+    @cached_property
+    def _tables(self) -> Tensor:
+        """int32 [num_ids], the place of each id's table among the tables."""
+        return self._tables_and_bags(range(self.num_tables))[0]
 
 
 class PooledLookup:

@@ -114,6 +114,28 @@ def test_cuda_equals_plain(
     assert torch.equal(state, again_state)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")
+@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+@pytest.mark.parametrize("chunk", [1, 8, 32, 128])
+def test_the_bits_of_a_row_do_not_depend_on_where_it_is(chunk: int, columns: int) -> None:
+    """Rows may be sorted by number or by place."""
+    tables, batch, hot = [1, 3, 9, 40, 300, 10_000], 1_111, 3  # runs of one id and of 3,333
+    weights, state, grad, ids, bags = make_case(tables, batch, hot, columns, torch.bfloat16)
+    ordered, rate = in_order(ids, bags), torch.tensor([0.05], device=DEVICE)
+    runs = torch.unique_consecutive(ordered[0], return_inverse=True)[1].cpu()
+    trained = []
+    for seed in range(4):
+        moved = torch.randperm(int(runs.max()) + 1, generator=torch.Generator().manual_seed(seed))[runs]
+        at = torch.sort(moved, stable=True).indices.to(DEVICE)
+        updated = torch.stack([weights, state], dim=1)
+        SortedAdagrad(*updated.unbind(1), grad, *(of[at] for of in ordered), rate, EPS).cuda(chunk)
+        trained.append(updated)
+    assert not torch.equal(trained[0][:, 0], weights)
+    for of_order in trained[1:]:
+        assert torch.equal(of_order, trained[0])
+
+
 def test_one_over_capacity_of_what_is_supported_is_refused() -> None:
     weights = torch.zeros(4, 12)
     ids = torch.zeros(2, dtype=torch.int32)

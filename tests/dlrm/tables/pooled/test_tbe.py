@@ -64,6 +64,35 @@ def test_sort_equals_a_naive_sort(tables: int, parts: int, samples: int, device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("raw", [False, True])
+def test_keys_are_told_apart_by_table_and_places_are_sorted(raw: bool, device: torch.device) -> None:
+    """Of two parts of a batch. Equal ids of two tables have other keys."""
+    rows, hot, samples, parts, places = (50, 20, 9), (2, 3, 1), 5, 2, 4000
+    sizes = {"rows": rows, "hot": hot, "columns": COLUMNS, "samples": samples, "parts": parts, "raw_ids": raw}
+    shape = TBEShape(**sizes, dtype=torch.float32)
+    tbe = FixedTBE(shape, OPTIMIZER.tables, 0.1, device, sorted_updates=True, places=places)
+    of_ids = torch.tensor([t for t, n in enumerate(hot) for _ in range(samples * n)] * parts, device=device)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(9, (tbe.num_ids,), generator=generator).to(device, torch.int64 if raw else torch.int32)
+    keys = tbe.keys_of(ids)
+    if raw:
+        assert torch.equal(keys.ids, ids)
+        assert keys.tables is not None
+        assert torch.equal(keys.tables.long(), of_ids)
+    else:
+        assert torch.equal(keys.ids, ids + torch.tensor([0, 50, 70], dtype=torch.int32, device=device)[of_ids])
+    given = torch.randint(places, (tbe.num_ids,), generator=generator).to(device, torch.int32)
+    ordered, bags = torch.full((2, tbe.num_ids), -1, dtype=torch.int32, device=device)
+    tbe.sort(given, ordered, bags)
+    expected, order = given.sort(stable=True)
+    samples_of = [
+        part * samples + sample for part in range(parts) for n in hot for sample in range(samples) for _ in range(n)
+    ]
+    assert torch.equal(ordered, expected)
+    assert torch.equal(bags, (torch.tensor(samples_of, device=device) * len(rows) + of_ids)[order].int())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tables", NUM_TABLES)
 def test_lookup_equals_embedding_bag(tables: int, device: torch.device) -> None:
     tbe, ids = make(tables, 37, device)
