@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dlrm_bench.bench.forwarded import take_flag
-from dlrm_bench.dlrm.benchmarks import BENCHMARKS, preset_of
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS, PRESETS, preset_of
 
 
 def run_data(what: str, words: Sequence[str]) -> int:
@@ -14,6 +14,12 @@ def run_data(what: str, words: Sequence[str]) -> int:
 
         return run_counts(words)
     preset, others = take_flag(words, "--preset")
+    if what == "rows" and preset is None and {"-h", "--help"} & set(others):  # which is that of every such preset
+        preset = next(
+            name
+            for name, (benchmark, of) in PRESETS.items()
+            if benchmark.data_command is not None and not of.training.model.tables.pooled
+        )
     benchmark = BENCHMARKS[0] if preset is None else preset_of(preset)[0]
     if benchmark.data_command is None:
         raise ValueError(f"--preset {preset}: {benchmark.title} has no data files: its batches are random")

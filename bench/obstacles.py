@@ -1,5 +1,7 @@
 """All obstacles between a machine and a run, in one error, before anything is made."""
 
+import torch
+
 from dlrm_bench.bench.checkpoints.restarts import check_restarts
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.dlrm.benchmarks import named
@@ -20,7 +22,7 @@ def check_machine(config: RunConfig, ranks: Ranks) -> None:
     """Raises a ValueError that names every obstacle between these ranks and the run of `config`. Collective."""
     obstacles = []
     checks = (
-        lambda: _check_precision(config, ranks),
+        lambda: check_precision(config, ranks.device),
         lambda: check_device(config.pipeline, ranks.device),
         lambda: _check_batches_fit(config, ranks),
         lambda: _check_tables_fit(config, ranks),
@@ -37,8 +39,9 @@ def check_machine(config: RunConfig, ranks: Ranks) -> None:
         raise ValueError("; ".join(obstacles))
 
 
-def _check_precision(config: RunConfig, ranks: Ranks) -> None:
-    if config.precision == "tf32" and ranks.device.type != "cuda":
+def check_precision(config: RunConfig, device: torch.device) -> None:
+    """Raises ValueError if `device` lacks the precision."""
+    if config.precision == "tf32" and device.type != "cuda":
         raise ValueError("--precision tf32 needs a GPU: on this machine choose fp32 or bf16")
 
 

@@ -35,6 +35,7 @@ from dlrm_bench.bench.records.schema import RunRecord, Telemetry, TrainingStatus
 from dlrm_bench.bench.run_files import (
     LOG_NAME,
     agree_on_folder,
+    discard_folder,
     keep_figures,
     keep_own_figures,
     named_checkpoints,
@@ -258,19 +259,22 @@ def run(
     """Trains as `config` says and writes a record folder. Collective over all ranks.
 
     command: the command line, for the record. profiled: makes the pipeline of a profiled run from the pipeline and the
-    record's folder; None in a timed run. ValueError on bad input, if possible before training; a run that fails later
-    leaves a folder whose log is closed as aborted.
+    record's folder; None in a timed run. ValueError on bad input, if possible before training: no folder is left
+    then; a run that fails later leaves a folder whose log is closed as aborted.
     """
     torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     BEGINNING.now("waits for the other ranks in init_process_group")
     ranks.init_process_group()
     log = MLPerfLog(None)
     this: Run | None = None
+    folder: Path | None = None
 
     def close_log() -> None:
         log.close("aborted", this.epoch_num if this else 0.0)
-        if this is not None:
+        if this is not None and BEGINNING.is_over:
             keep_own_figures(this)
+        elif folder is not None:
+            discard_folder(folder, log)
 
     with AbortWatch(ranks, close_log) as abort:
         BEGINNING.ends_by(abort.stop)

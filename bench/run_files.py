@@ -21,11 +21,13 @@ from dlrm_bench.bench.instruments.beginning import BEGINNING
 from dlrm_bench.bench.instruments.losses import NonFiniteError
 from dlrm_bench.bench.machine.description import short_name
 from dlrm_bench.bench.machine.provenance import provenance
+from dlrm_bench.bench.mlperf.log import MLPerfLog
 from dlrm_bench.bench.records.record import (
     ITERATIONS_NPZ,
     RUN_JSON,
     build_record,
     create_run_folder,
+    discard_run_folder,
     first_and_last,
     new_run_id,
     release_room,
@@ -101,9 +103,29 @@ def keep_own_figures(this: "Run") -> None:
     end by seconds only.
     """
     if this.ranks.rank == 0:
-        work = threading.Thread(target=_keep_own, args=(this,), daemon=True)
-        work.start()
-        work.join(_PATIENCE_S)
+        _within_seconds(lambda: _keep_own(this))
+
+
+def discard_folder(folder: Path, log: MLPerfLog) -> None:
+    """Removes the folder of a run that ends before its training, on rank 0, once the log is closed; for any thread.
+
+    The log then describes the configuration alone. A folder with other files, or a log that was changed, stays.
+    """
+    if log.writes:
+        _within_seconds(lambda: discard_run_folder(folder, *_own_log(folder, log)))
+
+
+def _own_log(folder: Path, log: MLPerfLog) -> list[str]:
+    """Returns the name of the log's file, if the file holds nothing but this run's lines."""
+    content = _content(folder / LOG_NAME)
+    return [LOG_NAME] if content is not None and log.text.startswith(content) else []
+
+
+def _within_seconds(work: Callable[[], None]) -> None:
+    """Runs `work` on a thread, and waits for its end for _PATIENCE_S at most."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
 
 
 def _keep_own(this: "Run") -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from dlrm_bench.dlrm.data.dataset import FileContent
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.checkpoint import (
     OwnPieces,
+    on_all_ranks,
     own_pieces,
     pin_memory,
     read_state,
@@ -95,7 +96,8 @@ class Checkpoints:
         self.data_files: dict[str, FileContent] = {}
         """Fingerprints of the data files, by name, of a run that saves."""
         self._paused_s, self._bytes = 0.0, 0
-        self._lock: Any = None
+        self._lock: TextIO | None = None
+        """Held by every rank: as long as one of them may write, no other run saves in the folder."""
         self._saved: list[SavedCheckpoint] = []
         self._taken: list[TakenSnapshot] = []
         self._snapshots: Snapshots | None = None
@@ -113,6 +115,7 @@ class Checkpoints:
         self._bytes = state_bytes(blocks)
         if self._path is not None:
             on_rank_0(ranks, partial(self._prepare, self._path, resumed))
+            on_all_ranks(partial(self._share, self._path), None)
             if ranks.device.type == "cuda" and config.snapshot.every is None:
                 pin_memory()
         if config.snapshot.every is not None:
@@ -289,7 +292,7 @@ class Checkpoints:
         return all(everywhere)
 
     def _prepare(self, path: Path, resumed: Resumed | None) -> None:
-        """Locks the folder for this run, and deletes unfinished checkpoints of earlier runs."""
+        """Locks the folder for this run, and deletes unfinished checkpoints of earlier runs. On rank 0."""
         make_folder(path, "--checkpoint.path")
         self._lock = locked(path, "--checkpoint.path")
         complete = complete_checkpoints(path)
@@ -309,6 +312,10 @@ class Checkpoints:
                 f"--checkpoint.path {path} has {in_units(free)} free, and a checkpoint takes "
                 f"{in_units(self._bytes)} beside the previous checkpoint: make room or choose another folder"
             )
+        self._share(path)  # before other ranks do
+
+    def _share(self, path: Path) -> None:
+        self._lock = locked(path, "--checkpoint.path", self._lock, shared=True)
 
     def _data_files(self) -> dict[str, FileContent]:
         return named(self._config.benchmark).parts().data_content(self._config)

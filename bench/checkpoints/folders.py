@@ -50,7 +50,7 @@ def locked(path: Path, flag: str, lock: TextIO | None = None, shared: bool = Fal
     lock: the file, if this process has locked the folder before. shared: with processes that share it too.
     """
     try:
-        lock = lock or (path / LOCK).open("w")
+        lock = lock or (path / LOCK).open("w+")  # NFS shares a lock only of a file that is open for reading too
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None
     try:

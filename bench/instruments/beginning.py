@@ -78,6 +78,11 @@ class Beginning:
         """Makes `end`, which takes the reason, end the process, instead of an immediate exit."""
         self._end = end
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the training has begun."""
+        return self._doing is None
+
     def over(self) -> None:
         """Ends the last step, and the watch."""
         self._end_step(None)

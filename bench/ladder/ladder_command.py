@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from dlrm_bench.bench.compare.checks import percentage
+from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.bench.forwarded import preset_name, take_flag
 from dlrm_bench.bench.instruments.progress import StillBar, stderr_console
 from dlrm_bench.bench.ladder.analysis import (
@@ -21,11 +23,15 @@ from dlrm_bench.bench.ladder.analysis import (
 )
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.ladder.run_ladder import Rounds, make_plan, plan_to_resume, profiled_run_id, run_ladder
+from dlrm_bench.bench.machine.description import gpus_of_node
+from dlrm_bench.bench.obstacles import check_precision
 from dlrm_bench.bench.records.ladder import Plan, read_ladder_json
 from dlrm_bench.bench.records.record import create_run_folder
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
 from dlrm_bench.dlrm.benchmark import Rung
 from dlrm_bench.dlrm.benchmarks import preset_of
+from dlrm_bench.pipeline.interface import check_device
+from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
 
 def ladder_command(console: Console, forwarded: Sequence[str], asked: LadderCommand) -> int:
@@ -54,6 +60,8 @@ def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
     rungs = benchmark.ladders[asked.rungs]
     _check_flags(asked.rungs, rungs, forwarded)
     processes = processes_of_run(asked.nproc)
+    if not launch and not gpus_of_node():
+        _check_without_gpu(asked.rungs, rungs, forwarded)
     plan = make_plan(
         rungs,
         rounds,
@@ -79,6 +87,23 @@ def _check_flags(ladder: str, rungs: Sequence[Rung], flags: Sequence[str]) -> No
         values = [value for value in dict.fromkeys(own) if value is not None]
         if given is not None and None not in own and given not in values:
             raise ValueError(f"{flag} is set by every rung of {ladder}, to {' or '.join(values)}: leave it out")
+
+
+def _check_without_gpu(ladder: str, rungs: Sequence[Rung], flags: Sequence[str]) -> None:
+    """Raises ValueError for a rung that needs a GPU, or for a bad flag, before any run."""
+    device = torch.device("cpu")
+    for rung in rungs:
+        _, words = take_flag([*flags, *rung.flags], "--preset")
+        pipeline, words = take_flag(words, "--pipeline")
+        config = parse_run(preset_name(flags), pipeline or TorchRecOptions.name, words, "", prints=True)
+        try:
+            check_precision(config, device)
+            check_device(config.pipeline, device)
+        except ValueError as error:
+            raise ValueError(
+                f"--rungs {ladder} needs a GPU, and this machine has none ({rung.name}: {error}); "
+                "`dlrm-bench ladder --rungs cpu --preset smoke` needs none"
+            ) from None
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:

@@ -82,12 +82,14 @@ def create_run_folder(results_dir: Path, run_id: str) -> Path:
 
 
 def reserve_room(folder: Path, iterations: int | None, ranks: int) -> None:
-    """Reserves the disk space that the record may need, until `release_room`. ValueError if there is too little."""
+    """Reserves the disk space that the record may need, until `release_room`. ValueError if there is too little: the
+    folder, which nothing was written to, is gone then."""
     room = _ROOM_BYTES + 4 * (ranks + 2) * (iterations or 0)
     try:
         with (folder / _RESERVE).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, room)
     except OSError as error:
+        discard_run_folder(folder)
         raise ValueError(
             f"{folder} has no room for a record of {room / 1e6:.1f} MB ({error.strerror}): choose another --results-dir"
         ) from error
@@ -98,6 +100,17 @@ def release_room(folder: Path) -> None:
     removed, are left to the writer of the record."""
     with contextlib.suppress(OSError):
         (folder / _RESERVE).unlink(missing_ok=True)
+
+
+def discard_run_folder(folder: Path, *own: str) -> None:
+    """Removes the folder of a run that never trained, with the files named in `own`; if it contains anything else, only
+    its reserved space. Failures are left, as by `release_room`."""
+    release_room(folder)
+    with contextlib.suppress(OSError):
+        if {file.name for file in folder.iterdir()} <= set(own):
+            for name in own:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def summarize_latency(iterations_ms: np.ndarray, warmup: int) -> LatencySummary:

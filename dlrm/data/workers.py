@@ -1,7 +1,9 @@
-"""Work items in several threads at once: numpy, polars and checksums release the interpreter lock."""
+"""Work items in several threads at once: numpy, polars and checksums release the interpreter lock. Or in processes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from threading import Event, Lock
 
 from dlrm_bench.dlrm.data.steps import Advance
@@ -39,3 +41,12 @@ def run_all(work: Callable[[int, Advance], None], items: Iterable[int], advance:
     for error in errors:
         if error is not None and not isinstance(error, _StoppedError):
             raise error
+
+
+@contextmanager
+def no_worker_killed(fix: str) -> Iterator[None]:
+    """Raises a ValueError, which ends with `fix`, where a process of a ProcessPoolExecutor ended without an answer."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise ValueError(f"a worker process was killed, most likely because memory ran out: {fix}") from None

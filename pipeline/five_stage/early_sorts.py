@@ -47,12 +47,12 @@ class EarlySorts:
         self._lookups: dict[str, list[int]] = {}
         self._updates: dict[str, list[int]] = {}
         self.count = 0
-        """Number of kernels whose sort precedes the gradients in the graph that was changed last."""
+        """Number of kernels whose sort precedes the gradients in the graph that was captured last."""
 
     @contextmanager
     def on_streams(self) -> Iterator[None]:
         """Makes the kernels launch their lookups, and in the backward their updates, each on a separate stream."""
-        self._used, self.count = [], 0
+        self._used = []
         with forwards_replaced({kernel: self._on(name, kernel.forward) for kernel, name in self._kernels.items()}):
             yield
 

@@ -361,6 +361,7 @@ class IterationGraph:
             self._pool = torch.cuda.graph_pool_handle()
         on, outputs = self._streams.stream("iteration"), self._pairs.outputs.setdefault(pair, [None] * TURNS)
         graphs = self._pairs.graphs.setdefault(pair, [])
+        self._sorts.count = 0
         with self.memory.capturing(self.memory.size(pair)):
             for turn in range(TURNS):
                 work = partial(self._launch, outputs, turn, pair)

@@ -28,6 +28,7 @@ from tests.bench.mlperf.test_published_logs import LOGS
 
 RUNS = recorded_runs()
 SMOKE = ["--preset", "smoke", "--data.source", "random", "--data.random-batches", "2", "--local-batch-size", "64"]
+SHORT = [*SMOKE, "--target-auc", "None", "--iterations", "60"]
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def test_files_that_are_no_folders_are_named(
         ["limits", "--above", str(file), *SMOKE],
         ["host", "--results-dir", str(file), *SMOKE],
         ["limits", "--results-dir", str(file), *SMOKE],
-        ["ladder", "--results-dir", str(file), *SMOKE],
+        ["ladder", "--rungs", "cpu", "--results-dir", str(file), *SHORT],
         ["report", two[0], "--out", str(file)],
         ["compare", two[0], "/dev/null"],
     ):
@@ -227,8 +228,8 @@ def test_a_run_that_fails_is_no_bad_input(
 
     monkeypatch.setattr(started_runs, "torchrun", fail)
     monkeypatch.setattr(run_ladder, "run_forked", fail)
-    for command in ("host", "limits", "ladder"):
-        assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 1
+    for command in (["host"], ["limits"], ["ladder", "--rungs", "cpu"]):
+        assert main([*command, "--results-dir", str(tmp_path), *SHORT]) == 1
         assert capsys.readouterr().err == "error: rank 1 died\n"
 
 
@@ -240,8 +241,8 @@ def test_an_interrupted_command_says_nothing(
 
     monkeypatch.setattr(started_runs, "torchrun", interrupt)
     monkeypatch.setattr(run_ladder, "run_forked", interrupt)
-    for command in ("host", "ladder"):
-        assert main([command, "--results-dir", str(tmp_path), *SMOKE]) == 130
+    for command in (["host"], ["ladder", "--rungs", "cpu"]):
+        assert main([*command, "--results-dir", str(tmp_path), *SHORT]) == 130
         assert capsys.readouterr().err == ""
 
 

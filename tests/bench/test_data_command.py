@@ -33,3 +33,11 @@ def test_raw_events_to_checked_data(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "name one of its presets, --preset mlperf-dlrmv4" in capsys.readouterr().err
     assert main(["data", "check", "--preset", "nothing", days]) == 2
     assert "--preset 'nothing' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["generate", "fill", "preprocess", "check", "speed", "rows", "counts"])
+def test_help_needs_no_preset(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["data", what, "--help"])
+    assert end.value.code == 0
+    assert f"usage: dlrm-bench data {what}" in capsys.readouterr().out

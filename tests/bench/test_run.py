@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.checkpoints.saved_state import STATE_JSON, checkpoint_name
 from dlrm_bench.bench.compare.sides import read_side
 from dlrm_bench.bench.machine.source import source_hash
 from dlrm_bench.bench.mlperf.log import check_compliance
@@ -220,7 +221,7 @@ def test_bad_input_is_refused_on_every_rank(data, tmp_path, arguments, error):
         assert f"\nrank {rank}: error: " in f"\n{output}"
         assert error in output
         assert "Traceback" not in output
-    assert not (tmp_path / "results" / "x" / "run.json").exists()
+    assert not (tmp_path / "results" / "x").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -275,6 +276,16 @@ def test_tables_that_do_not_fit(data, tmp_path):
         assert "tables and optimizer state need 107051.5 GB, but the 2 rank(s) have" in output
         assert "--model.table-scale" in output
     assert not (tmp_path / "results").exists()
+
+
+def test_a_run_that_is_refused_before_its_training_leaves_no_folder(data, tmp_path):
+    earlier = tmp_path / "saved" / checkpoint_name(GBS)
+    earlier.mkdir(parents=True)
+    (earlier / STATE_JSON).write_text("{}")  # which is noticed after the run's own folder is made
+    ended = launch(data, tmp_path, "--checkpoint.path", str(earlier.parent), "--checkpoint.every", "5")
+    assert ended.statuses == [2, 2], ended
+    assert all("has checkpoints of an earlier run" in output for output in ended.outputs)
+    assert list((tmp_path / "results").iterdir()) == []
 
 
 def test_an_existing_record_is_left_alone(data, tmp_path):

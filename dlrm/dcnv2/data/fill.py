@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from dlrm_bench.dlrm.data.distributions import hashed_ids, log_counts, zipf_ids
 from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.data.steps import step
+from dlrm_bench.dlrm.data.workers import no_worker_killed
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.manifest import Manifest, sole_writer
@@ -76,7 +77,8 @@ def fill(config: FillConfig) -> Manifest:
     directory.mkdir(parents=True, exist_ok=True)
     with sole_writer(directory), step("fill", config.days, "days", 1) as advance:
         workers = min(config.days, os.cpu_count() or 1)
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        fix = f"remove {directory}, and free memory or choose fewer --days, which are written at once"
+        with no_worker_killed(fix), ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
             for done in as_completed(
                 pool.submit(_write_day, config, model, day, samples) for day in range(config.days)
             ):

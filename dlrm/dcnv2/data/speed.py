@@ -24,6 +24,7 @@ import tyro
 
 from dlrm_bench.dlrm.data.batch import Batch
 from dlrm_bench.dlrm.data.loader import Prefetcher
+from dlrm_bench.dlrm.data.workers import no_worker_killed
 from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.dataset import FileDataset
@@ -95,10 +96,11 @@ def speed(config: SpeedConfig, local_batch_size: int) -> list[Speed]:
         return [_read(0, *arguments)]
     context = multiprocessing.get_context("spawn")
     start = (context.Barrier(config.ranks),)
-    with ProcessPoolExecutor(config.ranks, context, initializer=_join, initargs=start) as pool:
-        ranks = [pool.submit(_read, rank, *arguments) for rank in range(config.ranks)]
-    for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), BrokenBarrierError)):
-        rank.result()  # raises a rank's own error, not that of the ranks that waited for it
+    with no_worker_killed("free memory, or lower --ranks, --local-batch-sizes or --reader-threads"):
+        with ProcessPoolExecutor(config.ranks, context, initializer=_join, initargs=start) as pool:
+            ranks = [pool.submit(_read, rank, *arguments) for rank in range(config.ranks)]
+        for rank in sorted(ranks, key=lambda rank: isinstance(rank.exception(), BrokenBarrierError)):
+            rank.result()  # raises a rank's own error, not that of the ranks that waited for it
     return [rank.result() for rank in ranks]
 
 

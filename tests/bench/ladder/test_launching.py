@@ -187,7 +187,7 @@ def test_ctrl_c_while_the_server_imports_says_nothing(tmp_path: Path) -> None:
     results, gate = tmp_path / "results", tmp_path / "gate"
     (tmp_path / "slow_to_import.py").write_text(f"open({str(gate)!r}).read()\n")
     os.mkfifo(gate)
-    command = ["ladder", "--nproc", "2", "--results-dir", str(results), *LONG]
+    command = ["ladder", "--rungs", "cpu", "--nproc", "2", "--results-dir", str(results), *LONG]
     call = (
         "import signal, sys; from dlrm_bench.bench import cli; from dlrm_bench.bench.ladder import launching;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background job ignores it

@@ -18,8 +18,10 @@ from dlrm_bench.bench.records.record import (
     RUN_JSON,
     build_record,
     create_run_folder,
+    discard_run_folder,
     new_run_id,
     read_record,
+    reserve_room,
     summarize_latency,
     write_record,
 )
@@ -292,6 +294,25 @@ def test_run_folders_are_new(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot be created \(Not a directory\).*--results-dir"):
         create_run_folder(tmp_path / "file", "id")
+
+
+def test_a_folder_that_lacks_room_is_gone(tmp_path: Path) -> None:
+    folder = create_run_folder(tmp_path, "id")
+    with pytest.raises(ValueError, match="has no room for a record"):
+        reserve_room(folder, iterations=2**50, ranks=1)
+    assert not folder.exists()
+
+
+def test_only_a_folder_without_files_of_others_is_discarded(tmp_path: Path) -> None:
+    for name, kept in (("own", []), ("other", ["log", "other"])):
+        folder = create_run_folder(tmp_path, name)
+        reserve_room(folder, iterations=None, ranks=1)
+        (folder / "log").touch()
+        for other in kept:
+            (folder / other).touch()
+        discard_run_folder(folder, "log")
+        assert folder.exists() == bool(kept)
+        assert sorted(file.name for file in folder.glob("*")) == kept
 
 
 def test_latency_is_the_slowest_ranks_after_the_warmup() -> None:

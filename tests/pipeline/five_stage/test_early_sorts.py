@@ -7,11 +7,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import nn
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage import graph_nodes
+from dlrm_bench.pipeline.five_stage import graph_nodes, iteration_graph
 from dlrm_bench.pipeline.five_stage.early_sorts import EarlySorts
+from dlrm_bench.pipeline.five_stage.iteration_graph import IterationGraph
+from dlrm_bench.pipeline.five_stage.iteration_pairs import Pair, Pairs
 from dlrm_bench.pipeline.five_stage.streams import LOOKUPS
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.test_iteration_graph import CASES, assert_equal, prepare, whole
@@ -229,8 +232,39 @@ def test_each_graph_has_nodes_of_its_own(graph: Graph) -> None:
         assert not graph.comes_before("dense forward", SORT)
         assert graph.comes_before("exchange of gradients", UPDATE)
         assert graph.comes_before(UPDATE, "end")
-    with sorts.on_streams():  # in a capture that is not changed
-        assert sorts.count == 0
+    with sorts.on_streams():  # in the rehearsal of another form, which may never be captured
+        kernel("a table")
+    sorts.looked_up()
+    sorts.updated()
+    assert sorts.count == 1
+
+
+@pytest.mark.parametrize(("keep", "count"), [(True, 1), (False, 0)])
+def test_graphs_whose_nodes_are_not_kept_have_their_sorts_as_captured(
+    monkeypatch: pytest.MonkeyPatch, keep: bool, count: int
+) -> None:
+    def record(work: Any, change: Callable[[Any], None] | None, **_: Any) -> None:
+        if change is not None:
+            change(None)
+
+    def change(graph: Any) -> None:
+        sorts.count = 1
+
+    monkeypatch.setattr(iteration_graph, "record", record)
+    sorts = SimpleNamespace(count=1, change=change)  # as of the capture before
+    memory = SimpleNamespace(size=lambda pair: 0, capturing=lambda size: nullcontext())
+    streams = SimpleNamespace(stream=lambda name: None)
+    itself: Any = SimpleNamespace(
+        _device=torch.device("cpu"),
+        _pool=None,
+        _streams=streams,
+        _pairs=Pairs(),
+        _sorts=sorts,
+        memory=memory,
+        _launch=lambda *_: None,
+    )
+    IterationGraph._record(itself, Pair(0, 0), keep)
+    assert sorts.count == count
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 import math
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +42,20 @@ def test_ids_repeat_as_their_first_id_does(filled: Path) -> None:
 def test_a_directory_in_use_is_left_alone(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(filled)]) == 2
     assert "is not empty: name a directory that does not exist" in capsys.readouterr().err
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dlrm_bench.dlrm.dcnv2.data.fill._write_day", killed)
+    directory = tmp_path / "files"
+    assert main([str(directory), "--preset", "smoke", "--gb", "0.001", "--days", "2"]) == 2
+    said = f"error: a worker process was killed, most likely because memory ran out: remove {directory}, and free"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

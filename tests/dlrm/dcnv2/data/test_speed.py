@@ -1,5 +1,8 @@
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +42,20 @@ def test_an_error_of_one_rank_ends_the_others(files: Path, tmp_path: Path, capsy
     arguments = ["--preset", "smoke", "--local-batch-sizes", "50", "--seconds", "0.05", "--ranks", "2"]
     assert main([str(copy), *arguments]) == 2
     assert "the label of sample 60 is 7" in capsys.readouterr().err
+
+
+def killed_on_rank_1(rank: int, *_: Any) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_named(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dlrm_bench.dlrm.dcnv2.data.speed._read", killed_on_rank_1)
+    assert main([str(files), "--preset", "smoke", "--local-batch-sizes", "50", "--ranks", "2"]) == 2
+    said = "error: a worker process was killed, most likely because memory ran out: free memory, or lower --ranks"
+    assert said in capsys.readouterr().err
 
 
 def test_files_of_another_model(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
