@@ -190,7 +190,7 @@ LADDERS: dict[str, tuple[Rung, ...]] = {
         Rung(
             "raw-ids",
             (*_FULL[-1].flags, "--dynamic-rows", "30000000", "--model.raw-ids"),
-            "Sizes of tables: ids are any int64, twice as many bytes, sorted by 64 bits and their table.",
+            "Sizes of tables: ids are any int64, twice as many bytes.",
         ),
     ),
     "reading": (

@@ -120,7 +120,8 @@ class SortedAdagrad(NamedTuple):
             return
         aligned = all(t.data_ptr() % 16 == 0 for t in (weights, self.state, self.grad))
         assert aligned and weights.stride(0) % 4 == 0, "16-byte aligned"
-        chunk, unroll = chunk or _chunk(count), unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
+        # Borders move, so that a chunk may be twice as long.
+        chunk, unroll = chunk or min(64, _chunk(count)), unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
         tensors, sizes = self._of_triton(chunk)
         _, _, partials, _, _, *watched = tensors
         ordered = (weights, self.state, partials, self.sorted_ids, self.sorted_bags, self.grad, self.learning_rate)
