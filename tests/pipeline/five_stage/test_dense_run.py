@@ -21,6 +21,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import dense_run, reasons
 from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
+from dlrm_bench.pipeline.five_stage.graph_pool import WARM_UP
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
@@ -314,6 +315,33 @@ def heads_change(ranks: Ranks) -> None:
 def test_graphs_of_iterations_refuse_other_parameters_on_one_rank_too(run_ranks):
     """Replays publish no gradients: they would step with those of the batch before."""
     run_ranks(1, heads_change)
+
+
+class LateHead(Heads):
+    """Takes its other head from the first batch on that runs as it will be captured, which no field of it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def logits(self, batch: Any) -> Tensor:
+        logits = TwoTower.logits(self, batch)
+        self.calls += isinstance(logits, Tensor)  # not of the search for inputs
+        head = self.a if self.calls <= WARM_UP else self.b
+        return head(logits.unsqueeze(-1)).squeeze(-1)
+
+
+def head_changes_late(ranks: Ranks) -> None:
+    signal.alarm(600)
+    iteration_graph_on_cpu()
+    (data, sharders), models = declared(ranks, 8 * "a", str), list[Any]()
+    with pytest.raises(ValueError, match=r"a\.weight gets no gradient from this batch, unlike from the first one"):
+        train(ranks, LateHead, FiveStageOptions(cuda_graph="iteration"), data, models.append, sharders)
+    assert models[0].module.calls == WARM_UP + 1, "before a step"
+
+
+def test_other_parameters_are_refused_before_they_are_captured(run_ranks):
+    run_ranks(1, head_changes_late)
 
 
 def heads_alternate_without_iterations(ranks: Ranks) -> None:

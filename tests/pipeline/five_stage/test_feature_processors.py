@@ -65,3 +65,20 @@ def parity(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), [(2, False), *GPU_PLACES])
 def test_trains_bit_by_bit_beside_a_graph(run_ranks, world_size, gpu):
     run_ranks(world_size, parity, gpu=gpu)
+
+
+def frozen(ranks: Ranks) -> None:
+    signal.alarm(600)
+    dense_graph_on_cpu()
+    model, optimizer = build(ranks, Everything, PLANS["TW"], adam_of(ranks))
+    data = iter(batches(ranks, STEPS + 1))
+    with FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="dense")) as pipeline:
+        for _ in range(STEPS):
+            pipeline.progress(data)
+        next(model.module.processed._feature_processors.parameters()).requires_grad_(False)
+        with pytest.raises(ValueError, match=r"a sharded module's parameter of shape .* was frozen"):
+            pipeline.progress(data)
+
+
+def test_freezing_one_is_refused(run_ranks):
+    run_ranks(1, frozen)

@@ -211,6 +211,17 @@ def test_freezing_does_what_it_does_in_stock(run_ranks, world_size, gpu):
     run_ranks(world_size, freezes, gpu=gpu)
 
 
+def thaws(ranks: Ranks) -> None:
+    """A layer that was frozen when the pipeline was made: no graph makes its gradient."""
+    start(ranks)
+    with pytest.raises(ValueError, match=rf"{LAYER} was unfrozen \(requires_grad\) after the first batch"):
+        train(ranks, DENSE, partial(freeze, frozen=False), before=freeze)
+
+
+def test_unfreezing_is_refused_by_name(run_ranks):
+    run_ranks(2, thaws)
+
+
 class Replaces(nn.Module):
     """Makes a new buffer of every one, from some batch on: while graphs are captured, not before."""
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torchrec.distributed import TrainPipelineSparseDist
 
 import dlrm_bench.pipeline.five_stage.graph_pool
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.pipeline.five_stage import dense_graph
 from dlrm_bench.pipeline.five_stage.graph_pool import GraphPool, _room
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
@@ -171,6 +173,23 @@ def traces(ranks: Ranks) -> None:
 
 def test_trying_out_the_padding_leaves_no_trace(run_ranks):
     run_ranks(1, traces)
+
+
+def tried_out(ranks: Ranks) -> None:
+    calls: list[nn.Module] = []
+
+    def out_of_memory(model: nn.Module, *_: Any) -> None:
+        calls.append(model)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with patch.object(dense_graph, "why_padding_matters", out_of_memory):
+        pipeline = both(ranks, Sequence, batches(ranks, 12))
+    assert "too little memory to try out" in pipeline.switched_off["cuda_graph"]
+    assert len(calls) == len(pipeline._graph._padding) == 1
+
+
+def test_padding_is_tried_out_once_and_left_out_where_memory_is_too_little_for_that(run_ranks):
+    run_ranks(1, tried_out)
 
 
 class EveryOther(torch.optim.Optimizer):

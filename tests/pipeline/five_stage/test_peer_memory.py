@@ -16,6 +16,7 @@ import dlrm_bench.pipeline.five_stage.switches
 import dlrm_bench.pipeline.five_stage.trimmed.capacity_dist
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage.graph_obstacles import runs_in_graphs
 from dlrm_bench.pipeline.five_stage.iteration_obstacles import lookup_kernels
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
@@ -225,19 +226,23 @@ class Gathers(torch.autograd.Function):
         return grad.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def gathers(module: Any, arguments: Any, vectors: torch.Tensor) -> torch.Tensor:
+    flat = vectors.view(vectors.shape[0], -1)
+    return vectors + 0 * Gathers.apply(flat).sum()
+
+
 def gathering(train: Any) -> None:
     """Has the model send its pooled vectors to all ranks, straight from where they are."""
     arch, forward = train.model.sparse_arch, train.model.sparse_arch.forward
-
-    def gathers(features: Any) -> torch.Tensor:
-        vectors = forward(features)
-        flat = vectors.view(vectors.shape[0], -1)
-        return vectors + 0 * Gathers.apply(flat).sum()
-
-    arch.forward = gathers
+    arch.forward = lambda features: gathers(arch, (features,), forward(features))
 
 
-def sent_on(ranks: Ranks) -> tuple[bool, dict[str, Any]]:
+def hooked(train: Any) -> None:
+    """Has a hook that runs in graphs do so."""
+    train.model.sparse_arch.register_forward_hook(runs_in_graphs(gathers))
+
+
+def sent_on(ranks: Ranks, sending: Callable[[Any], None]) -> tuple[bool, dict[str, Any]]:
     """NCCL would hang in a graph that sends a long message from peer memory."""
     prepare(ranks)
     if ranks.device.type == "cpu":
@@ -245,7 +250,7 @@ def sent_on(ranks: Ranks) -> tuple[bool, dict[str, Any]]:
     size = LARGE if ranks.device.type == "cuda" else SIZE
     made, runs, copies = batches(ranks, FEW, size=size, fixed=True), [], []
     for options in (PEERS, WHOLE):
-        model, optimizer = build(ranks, "TW", change=gathering, sharder=TrimmedEBCSharder(HOT))
+        model, optimizer = build(ranks, "TW", change=sending, sharder=TrimmedEBCSharder(HOT))
         with FiveStagePipeline(model, optimizer, ranks.device, options) as pipeline:
             run = drain(pipeline, iter(made))
             run.state = state(model, optimizer)
@@ -257,9 +262,12 @@ def sent_on(ranks: Ranks) -> tuple[bool, dict[str, Any]]:
     return copies[0], described
 
 
+@pytest.mark.parametrize("sending", [gathering, hooked])
 @pytest.mark.parametrize("gpu", PLACES)
-def test_a_model_that_sends_pooled_vectors_itself(run_ranks: Callable[..., Any], gpu: bool) -> None:
-    for copies, described in run_ranks(2, sent_on, gpu=gpu):
+def test_a_model_that_sends_pooled_vectors_itself(
+    run_ranks: Callable[..., Any], sending: Callable[[Any], None], gpu: bool
+) -> None:
+    for copies, described in run_ranks(2, sent_on, sending, gpu=gpu):
         assert copies
         assert described["replays"] == FEW - EAGER
 

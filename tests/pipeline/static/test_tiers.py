@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from dlrm_bench.dlrm.dcnv2.config import DataConfig, ModelConfig, OptimizerConfi
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.tiers import placement, tiered_rows
-from dlrm_bench.dlrm.tables.tiers.tiered_rows import TieredRows
+from dlrm_bench.dlrm.tables.tiers.tiered_rows import StoredRows, TieredRows
 from dlrm_bench.pipeline.checkpoint import own_pieces, read_state, write_state
 from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from tests.cases import GPU_PLACES, PLACES
@@ -274,3 +275,20 @@ def test_too_small_a_share_is_refused_on_all_ranks(run_ranks: Callable[..., list
         changed(CONFIG, presort_ids=False, table_memory="0.5")
     with pytest.raises(ValueError, match="--table-memory 2 is neither a share"):
         changed(CONFIG, table_memory="2")
+
+
+def filled(ranks: Ranks) -> list[dict[str, Tensor]]:
+    """Returns the initial weights of tables, those in tiers filled in several pieces, and of tables without tiers."""
+    pieces, weights = StoredRows.pieces, []
+    with patch.object(StoredRows, "pieces", lambda rows: pieces(rows, 100)):
+        for share in ("0.3", None):
+            pipeline = static_pipeline(changed(PEERS, table_memory=share), ranks)
+            weights.append(whole_state(pipeline).weights)
+            pipeline.close()
+    return weights
+
+
+def test_every_piece_of_a_table_has_the_weights_of_its_rows(run_ranks: Callable[..., list[Any]]) -> None:
+    for tiered, whole in run_ranks(2, filled):
+        assert tiered.keys() == whole.keys()
+        assert all(torch.equal(value, whole[key]) for key, value in tiered.items())

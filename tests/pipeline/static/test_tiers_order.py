@@ -73,6 +73,7 @@ def launched(ranks: Ranks, waits: bool) -> tuple[list[Event], int]:
         state = tiers.placement.state
         placed = [slot.ids.placed for slot in (*pipeline._slots, *pipeline._eval.slots)]
         known = [t for of in placed if of is not None for t in (of.lookup, of.sorted) if t is not None]
+        known += tiers.placement._moves[0]
         for number, tensor in enumerate((*state[:-1], *state.pools[0][2:], *known)):
             recorder._memory[tensor.untyped_storage().data_ptr()] = (ROWS + 1 + number, ranks.rank)
         batches = batches_of(PEERS, ranks, hot=40)
