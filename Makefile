@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:  ## List these targets
 	@echo "make TARGET [PYTHON=python3.12] [NPROC=processes] [ROUNDS=rounds of the ladder] [WORKERS=test processes]"
-	@sed -nE 's/^([a-z]+):.*  ## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -nE 's/^([a-z]+):.*  ## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 bench:  ## First minutes: install, make data, train to a target, compare three pipelines. ARGS='--seed 1' go to training
 	$(STEP) "[1/4] install: the pinned packages of $(PINS) into $(VENV)" $(INSTALL)

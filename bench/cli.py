@@ -325,7 +325,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         command: Command = parsed(partial(tyro.cli, Command, prog="dlrm-bench", description=__doc__, args=own))
     except ValueError as error:
-        raise ValueError(f"{error}; `dlrm-bench COMMAND --help` explains each command") from None
+        raise ValueError(f"{str(error).removesuffix('.')}; `dlrm-bench COMMAND --help` explains each command") from None
     if not isinstance(command, Data | Submission | Doctor):  # what follows them has flags of its own
         _check_forwarded(command, forwarded)
     from dlrm_bench.bench.console import console  # rich is imported once the flags are read

@@ -23,8 +23,9 @@ from dlrm_bench.dlrm.tables.row_counts import write_counts
 class CountsConfig:
     """Counts how often the ids of the first training samples name each row of each table, for --table-counts.
 
-    Flags from --preset on are flags of launch/dlrm.py and select model, data and seed. A run draws random batches once
-    and reuses them: the batches of rank 0 are counted first, then those of rank 1, and so on.
+    Flags from --preset on are flags of launch/dlrm.py and select model, data and seed; PATH and --samples come before
+    them. A run draws random batches once and reuses them: the batches of rank 0 are counted first, then those of rank
+    1, and so on.
     """
 
     file: Positional[Path]
@@ -40,6 +41,8 @@ class CountsConfig:
 def run_counts(words: Sequence[str]) -> int:
     """Counts as the command line asks; returns the exit status."""
     own, flags = split_forwarded(words)
+    if flags and not own:
+        raise ValueError("name the file to write before --preset: dlrm-bench data counts FILE --preset ...")
     wanted = tyro.cli(CountsConfig, args=own, prog="dlrm-bench data counts")
     preset, others = take_flag(flags, "--preset")
     # Counting is not a run: it needs no length and no target, and the pipeline makes no difference.

@@ -68,7 +68,9 @@ def guarded(work: Callable[[], int]) -> int:
     if torchrun_says_errors() and os.environ["LOCAL_RANK"] != "0":
         time.sleep(_SAME_ERROR_S)  # torchrun ends this rank in the meantime if rank 0 of the node has failed as well
     if not told_to_torchrun(line):
-        print(line, file=sys.stderr, flush=True)
+        # One write: `python -u` prints a line and its end apart, and ranks share the ladder's pipe.
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
     return EXIT_BAD_INPUT
 
 

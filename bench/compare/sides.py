@@ -210,8 +210,8 @@ def _side_of_logs(label: str, runs: Sequence[MLPerfRun]) -> Side:
     usable = [run for run in runs if run.train_ms_per_iteration is not None and run.train_ms_per_iteration > 0]
     if not usable:
         raise ValueError(
-            f"{label}: no run with a run_stop, a batch size, train_samples and an epoch_num above 0: "
-            "there is no latency to compare"
+            f"{label} has no finished run: without run_stop, batch size, train_samples and an epoch_num above 0 in its "
+            "log there is no latency to compare"
         )
     damaged = {run.path: run.malformed_lines for run in runs if run.malformed_lines}
     return Side(

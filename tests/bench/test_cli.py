@@ -162,7 +162,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captu
             "--preset is a flag of launch/dlrm.py, and this",
         ),
         (["tables", str(tmp_path), "--preset", "smoke"], "--preset is a flag of launch/dlrm.py, and this"),
-        ([], "Expected one of {compare, ladder, "),
+        ([], "bisect}; `dlrm-bench COMMAND --help` explains each command"),
         (["compere"], "Unrecognized options: compere; `dlrm-bench COMMAND --help` explains each command"),
         (["ladder", "--rouns", "3"], "Unrecognized options: --rouns, 3; perhaps you meant --rounds or --rungs"),
         (["ladder", "--rounds", "x"], "Error parsing --rounds: no type matching INT|{auto}"),

@@ -51,3 +51,8 @@ def test_what_cannot_be_counted_is_named(
     assert status == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_after_preset_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "counts", "--preset", "smoke", str(tmp_path / "counts.npz")]) == 2
+    assert capsys.readouterr().err.startswith("error: name the file to write before --preset: ")

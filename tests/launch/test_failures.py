@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +88,17 @@ def test_a_rank_ends_with_a_status(monkeypatch, capsys):
     for bug in (ModuleNotFoundError(name="dlrm_bench.nothing"), KeyError("x"), ConnectionResetError(104, "reset")):
         assert guarded(lambda bug=bug: fail(bug)) == 1
         assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_is_one_write(monkeypatch):
+    """Ranks share a pipe, where another rank's line would stand between a line and its end."""
+    written = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    assert guarded(lambda: int("x")) == 2
+    (line,) = written
+    assert line.startswith("rank 1: error: ")
+    assert line.endswith("\n")
 
 
 def test_without_torchrun_there_is_no_rank(monkeypatch, capsys):

@@ -108,7 +108,7 @@ def generate(config: PlantedConfig) -> tuple[Path, Manifest, bool]:
         if manifest := _finished(path, parameters, config.overwrite):
             return path, manifest, False
         if read_manifest(path) is None and _day_files(path):
-            raise ValueError(f"{path} holds day files that this program did not make: choose another --path")
+            raise ValueError(f"{path} holds day files that this program did not make: choose another PATH")
     path.mkdir(parents=True, exist_ok=True)
     with sole_writer(path):
         # Another generator may have finished in the meantime, or an interrupted one may have left only its marker.
@@ -145,8 +145,8 @@ def _finished(path: Path, parameters: dict[str, Any], overwrite: bool) -> Manife
     theirs = manifest.parameters
     name = next(name for name in {**parameters, **theirs} if parameters.get(name) != theirs.get(name))
     raise ValueError(
-        f"{path} holds a data set with another {name} ({theirs.get(name)} instead of {parameters.get(name)}): "
-        "choose another --path, or replace it with --overwrite"
+        f"{path} holds a data set made with {name} {theirs.get(name)}, not {parameters.get(name)}: "
+        "choose another PATH, or replace it with --overwrite"
     )
 
 

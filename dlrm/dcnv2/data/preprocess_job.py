@@ -35,7 +35,7 @@ def require_equal(path: Path, theirs: dict[str, Any], parameters: dict[str, Any]
     for name in {**parameters, **theirs}:
         if parameters.get(name) != theirs.get(name):
             raise ValueError(
-                f"{path} holds a data set with another {name} ({theirs.get(name)} instead of {parameters.get(name)}): "
+                f"{path} holds a data set made with {name} {theirs.get(name)}, not {parameters.get(name)}: "
                 "choose another OUT, or remove it"
             )
 

@@ -67,7 +67,10 @@ def count_rows(config: NamedRowsConfig, model: ModelConfig) -> list[NamedRows]:
     cache = Cache.open(find_cache(config.directory))
     index, rows = WindowIndex.open(cache), Rows(*model.rows)
     if config.windows > len(index):
-        raise ValueError(f"--windows is {config.windows}: {config.directory} has {len(index)}")
+        raise ValueError(
+            f"--windows is {config.windows}, and {config.directory} has only {len(index)} windows: "
+            f"add --windows {len(index)}"
+        )
     maps = ItemMaps.open(config.directory, rows)
     builder = BatchBuilder(cache, maps, rows)
     named = [np.zeros(count, dtype=np.bool_) for count in model.rows]

@@ -20,7 +20,7 @@ def test_logs_that_are_damaged_or_unfinished_say_so(tmp_path: Path) -> None:
     assert len(side.series) == 2
     assert [text.partition(": ")[2] for text in side.warnings] == ["1 malformed lines", "the run's status is aborted"]
     (tmp_path / "cut.txt").write_text("".join(small_log().splitlines(keepends=True)[:6]))
-    with pytest.raises(ValueError, match="no run with a run_stop"):
+    with pytest.raises(ValueError, match=r"cut\.txt has no finished run: without run_stop"):
         read_side(tmp_path / "cut.txt")
 
 

@@ -109,7 +109,7 @@ def test_other_parameters_need_overwrite(config: PlantedConfig) -> None:
     path, _, _ = generate(config)
     before = contents(path)
     other = replace(config, days=2)
-    with pytest.raises(ValueError, match=r"another days \(3 instead of 2\).*--overwrite"):
+    with pytest.raises(ValueError, match=r"made with days 3, not 2: choose another PATH, .*--overwrite"):
         generate(other)
     assert contents(path) == before
     assert not (path / MARKER).exists()
@@ -281,7 +281,7 @@ def test_raw_ids_are_those_of_the_same_samples(config: PlantedConfig, tmp_path: 
                 valid = slice(0, a.num_valid)
                 np.testing.assert_array_equal(raw_ids(rows[valid].numpy(), salt=feature), ids[valid])
     assert not generate(replace(config, path=of_raw, raw_ids=True))[2]
-    with pytest.raises(ValueError, match=r"another raw_ids \(True instead of None\): .*--overwrite"):
+    with pytest.raises(ValueError, match=r"made with raw_ids True, not None: .*--overwrite"):
         generate(replace(config, path=of_raw))
     with pytest.raises(ValueError, match="--raw tsv: Criteo's raw days have no --raw-ids"):
         replace(config, raw="tsv", raw_ids=True)

@@ -234,8 +234,7 @@ def test_command_line(tmp_path: Path, raw: Path) -> None:
     other = start(str(raw), str(out), "--preset", "smoke")
     assert other.returncode == 2
     assert other.stderr == (
-        f"error: {out} holds a data set with another formats (one_hot instead of both): choose another OUT, or remove "
-        "it\n"
+        f"error: {out} holds a data set made with formats one_hot, not both: choose another OUT, or remove it\n"
     )
     assert not (out / MARKER).exists()
 
@@ -265,7 +264,7 @@ def test_state_of_other_parameters_is_not_continued(tmp_path: Path, raw: Path, m
         patch.setattr(preprocess_job, "write_destinations", interrupt)
         with pytest.raises(KeyboardInterrupt):
             preprocess(PreprocessConfig(raw=raw, out=tmp_path / "out", preset="smoke"))
-    with pytest.raises(ValueError, match=r"another frequency_threshold \(0 instead of 5\)"):
+    with pytest.raises(ValueError, match="made with frequency_threshold 0, not 5"):
         preprocess(PreprocessConfig(raw=raw, out=tmp_path / "out", preset="smoke", frequency_threshold=5))
 
 

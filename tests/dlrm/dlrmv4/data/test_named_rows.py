@@ -1,6 +1,7 @@
 """Rows that a training names: counted like those of its batches, and extrapolated."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +68,4 @@ def test_prints_a_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "GB on each of 2" in text
     assert len(text.splitlines()) == 1 + 12 + 2
     assert main([str(root), "--windows", "500"], SMOKE.model) != 0
+    assert re.search(r"--windows is 500, and .* has only (\d+) windows: add --windows \1\n", capsys.readouterr().err)
