@@ -83,7 +83,7 @@ class DenseGraph:
         self.group = group = lend_group("dense", ranks, make)
         self.gradients = FlatGradients([*named.values(), *processors], device, group, late=len(processors))
         self._runs = DenseRun(model, sharded, list(named), self.gradients, device, group)
-        self._runs.uses_stay |= not own_graphs
+        self._runs.in_iteration = not own_graphs
         self._pool = GraphPool()
         self.memory = GraphMemory(device)
         self._batches = 0
@@ -198,8 +198,7 @@ class DenseGraph:
 
     def capture_alone(self) -> None:
         """Begins to capture the dense part in graphs of its own, where an iteration's graph was to hold it."""
-        self._own_graphs = True
-        self._runs.uses_stay = self.group.size() > 1  # a graph of one rank's dense part knows which it gives gradients
+        self._own_graphs, self._runs.in_iteration = True, False
         self.failure = self.failure or self._runs.collectives
 
     def before_capture(self) -> None:

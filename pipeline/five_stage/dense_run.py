@@ -73,8 +73,9 @@ class DenseRun:
         self._device, self._group = device, group
         self._by_backward: bool | None = None
         self._used: list[bool] | None = None
-        self.uses_stay = group.size() > 1
-        """Whether all batches must give gradients to the same parameters."""
+        self.in_iteration = False
+        """Whether a graph of iterations holds the dense part: as on several ranks, all batches must then give gradients
+        to the same parameters. A graph of one rank's dense part knows which it gives gradients."""
         self.problem: str | None = None
         """Reason why a graph cannot hold the dense part, as an eager batch has shown; None without one."""
         self.collectives: str | None = None
@@ -217,7 +218,8 @@ class DenseRun:
 
     def _check_uses(self, grads: Sequence[Tensor | None]) -> None:
         used = [grad is not None for grad in grads]
-        if self._used is None or used == self._used or not self.uses_stay:
+        stay = self.in_iteration or self._group.size() > 1
+        if self._used is None or used == self._used or not stay:
             return
         name, has = next(
             (name, now) for name, now, was in zip(self._names, used, self._used, strict=True) if now != was

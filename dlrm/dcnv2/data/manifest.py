@@ -105,6 +105,15 @@ def read_manifest(directory: Path) -> Manifest | None:
         ) from error
 
 
+def require_equal(path: Path, theirs: dict[str, Any], parameters: dict[str, Any], fix: str) -> None:
+    """Raises a ValueError that ends with `fix` if the data in `path` were made, or started, with other parameters."""
+    for name in {**parameters, **theirs}:
+        if parameters.get(name) != theirs.get(name):
+            raise ValueError(
+                f"{path} holds a data set made with {name} {theirs.get(name)}, not {parameters.get(name)}: {fix}"
+            )
+
+
 def _check_types(of: Manifest | Checksum) -> None:
     """Raises TypeError for a field of the wrong type."""
     for name, kind in get_type_hints(type(of)).items():

@@ -26,7 +26,7 @@ from dlrm_bench.dlrm.data.npy import write_header
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo, planted_tsv
 from dlrm_bench.dlrm.dcnv2.data.expansion import ExpansionTables, open_expansion_tables
-from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST, MARKER, Manifest, read_manifest, sole_writer
+from dlrm_bench.dlrm.dcnv2.data.manifest import MANIFEST, MARKER, Manifest, read_manifest, require_equal, sole_writer
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS
 from dlrm_bench.dlrm.dcnv2.data.teacher import Teacher
 from dlrm_bench.dlrm.dcnv2.presets import training
@@ -142,12 +142,8 @@ def _finished(path: Path, parameters: dict[str, Any], overwrite: bool) -> Manife
         return manifest
     if overwrite:
         return None
-    theirs = manifest.parameters
-    name = next(name for name in {**parameters, **theirs} if parameters.get(name) != theirs.get(name))
-    raise ValueError(
-        f"{path} holds a data set made with {name} {theirs.get(name)}, not {parameters.get(name)}: "
-        "choose another PATH, or replace it with --overwrite"
-    )
+    require_equal(path, manifest.parameters, parameters, "choose another PATH, or replace it with --overwrite")
+    return manifest
 
 
 def _day_files(path: Path) -> list[Path]:

@@ -34,8 +34,8 @@ from dlrm_bench.dlrm.data.checksums import changed_files
 from dlrm_bench.dlrm.data.paths import why_not
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data.disk_space import require_space
-from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest, read_manifest, sole_writer
-from dlrm_bench.dlrm.dcnv2.data.preprocess_job import SCRATCH, PreprocessJob, require_equal
+from dlrm_bench.dlrm.dcnv2.data.manifest import MARKER, Manifest, read_manifest, require_equal, sole_writer
+from dlrm_bench.dlrm.dcnv2.data.preprocess_job import ANOTHER_OUT, SCRATCH, PreprocessJob
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
 from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
@@ -91,7 +91,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
     parameters = _parameters(config, model, raw)
     if not (config.out / MARKER).exists():
         if manifest := read_manifest(config.out):
-            require_equal(config.out, manifest.parameters, parameters)
+            require_equal(config.out, manifest.parameters, parameters, ANOTHER_OUT)
             return manifest, False
         if config.out.is_dir() and (odd := sorted(path.name for path in config.out.glob("day_*"))):
             raise ValueError(f"{config.out} holds {odd[0]}, which this program did not make: choose another OUT")
@@ -100,7 +100,7 @@ def preprocess(config: PreprocessConfig) -> tuple[Manifest, bool]:
     config.out.mkdir(parents=True, exist_ok=True)
     with sole_writer(config.out):
         if manifest := read_manifest(config.out):  # From a process that ended just before it removed its marker.
-            require_equal(config.out, manifest.parameters, parameters)
+            require_equal(config.out, manifest.parameters, parameters, ANOTHER_OUT)
             shutil.rmtree(config.out / SCRATCH, ignore_errors=True)
             return manifest, False
         job = PreprocessJob(config.raw, raw, config.out, model, parameters, config.workers)

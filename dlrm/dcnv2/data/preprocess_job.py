@@ -20,7 +20,7 @@ from dlrm_bench.dlrm.data.workers import run_all
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig
 from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.expansion import ExpansionTables, open_expansion_tables
-from dlrm_bench.dlrm.dcnv2.data.manifest import Manifest, read_manifest
+from dlrm_bench.dlrm.dcnv2.data.manifest import Manifest, read_manifest, require_equal
 from dlrm_bench.dlrm.dcnv2.data.permutation import write_destinations
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, read_blocks
 from dlrm_bench.dlrm.dcnv2.data.shuffled_rows import BUCKET_ROWS, COLUMNS, Words, gather_range, remove_gathered, scatter
@@ -28,16 +28,8 @@ from dlrm_bench.dlrm.dcnv2.data.shuffled_rows import BUCKET_ROWS, COLUMNS, Words
 SHUFFLE_SEED = 0  # The reference's.
 ROWS_AT_ONCE = 1 << 20
 SCRATCH = "preprocess.partial"
-
-
-def require_equal(path: Path, theirs: dict[str, Any], parameters: dict[str, Any]) -> None:
-    """Raises ValueError if the data in `path` were made, or started, with other parameters."""
-    for name in {**parameters, **theirs}:
-        if parameters.get(name) != theirs.get(name):
-            raise ValueError(
-                f"{path} holds a data set made with {name} {theirs.get(name)}, not {parameters.get(name)}: "
-                "choose another OUT, or remove it"
-            )
+ANOTHER_OUT = "choose another OUT, or remove it"
+"""Remedy if OUT holds other data."""
 
 
 class PreprocessJob:
@@ -66,7 +58,7 @@ class PreprocessJob:
         self._days, self._last = range(len(raw)), len(raw) - 1
         state = parameters | {"bucket_rows": BUCKET_ROWS}
         if (self._scratch / "parameters.json").exists():
-            require_equal(self._scratch, _read_json(self._scratch / "parameters.json"), state)
+            require_equal(self._scratch, _read_json(self._scratch / "parameters.json"), state, ANOTHER_OUT)
         elif odd := sorted(path.name for path in self._out.glob("day_*")):
             raise ValueError(f"{self._out} holds {odd[0]}, which this program did not make: choose another OUT")
         for folder in ("parsed", "parsed_days", "ids", "scattered", "written_days"):
