@@ -21,10 +21,10 @@ from dlrm_bench.bench.doctor.options import DoctorOptions
 from dlrm_bench.bench.forwarded import split_forwarded
 from dlrm_bench.bench.history.arguments import BisectCommand, HistoryCommand
 from dlrm_bench.bench.ladder.arguments import LadderCommand
-from dlrm_bench.bench.parsed import parsed
 from dlrm_bench.bench.report.arguments import Report, Tables
 from dlrm_bench.bench.scale.arguments import Scale
 from dlrm_bench.dlrm.runtime.command_line import FailedError, exit_status
+from dlrm_bench.dlrm.runtime.parsed import parsed
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,6 +16,7 @@ from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.bench.forwarded import split_forwarded, take_flag
 from dlrm_bench.dlrm.benchmarks import PRESETS, named
 from dlrm_bench.dlrm.data.steps import step
+from dlrm_bench.dlrm.runtime.parsed import parsed
 from dlrm_bench.dlrm.tables.row_counts import write_counts
 
 
@@ -43,7 +44,7 @@ def run_counts(words: Sequence[str]) -> int:
     own, flags = split_forwarded(words)
     if flags and not own:
         raise ValueError("name the file to write before --preset: dlrm-bench data counts FILE --preset ...")
-    wanted = tyro.cli(CountsConfig, args=own, prog="dlrm-bench data counts")
+    wanted = parsed(lambda: tyro.cli(CountsConfig, args=own, prog="dlrm-bench data counts"))
     preset, others = take_flag(flags, "--preset")
     # Counting is not a run: it needs no length and no target, and the pipeline makes no difference.
     length = ("--iterations", "1", "--warmup-iterations", "0", "--target-auc", "None")

@@ -9,9 +9,9 @@ from typing import Any, cast
 import tyro
 
 from dlrm_bench.bench.config import PIPELINES, RunConfig
-from dlrm_bench.bench.parsed import parsed
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.benchmarks import PRESETS
+from dlrm_bench.dlrm.runtime.parsed import parsed
 
 
 def known_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

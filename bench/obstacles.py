@@ -4,15 +4,19 @@ import torch
 
 from dlrm_bench.bench.checkpoints.restarts import check_restarts
 from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.bench.machine.description import largest_gpu_bytes
 from dlrm_bench.dlrm.benchmarks import named
 from dlrm_bench.dlrm.runtime.host_memory import node_memory_bytes
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 from dlrm_bench.dlrm.tables.table_memory import (
     check_places_fit,
     check_tables_fit,
     device_memory_bytes,
     host_memory_bytes,
     rank_memory_bytes,
+    refuse_places,
+    refuse_tables,
 )
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.static.options import StaticOptions
@@ -69,3 +73,27 @@ def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
         memory = device_memory_bytes(ranks)
         memory += 0 if pipeline.in_host_memory() is None else host_memory_bytes(ranks)
     check_tables_fit(tables, config.optimizer.tables, memory, ranks.device)
+
+
+def check_tables_fit_node(config: RunConfig, processes: int, on_gpus: bool) -> None:
+    """Raises ValueError if the tables of a run of `config` exceed the memory of this node, with all its ranks on it.
+
+    Needs no ranks, and takes no memory of a GPU. Memory that other programs use counts too, unlike in `check_machine`.
+    """
+    tables, optimizer, pipeline = config.model.tables, config.optimizer.tables, config.pipeline
+    host = node_memory_bytes() // processes
+    device = largest_gpu_bytes() if on_gpus else host
+    if device is None:  # unknown until the run asks CUDA
+        return
+    memory = device
+    if isinstance(pipeline, StaticOptions):
+        if pipeline.dynamic_rows is not None:
+            states = optimizer.state_columns(tables.columns)
+            needed = bytes_of(pipeline.dynamic_rows, tables.columns, states, raw_ids=tables.raw_ids)
+            refuse_places(pipeline.dynamic_rows, needed, memory)
+            return
+        if on_gpus and (tiers := pipeline.tiers(tables)) is not None:
+            memory = tiers.capacity(device, host)
+    elif on_gpus and pipeline.in_host_memory() is not None:
+        memory += host
+    refuse_tables(tables, optimizer, memory * processes, processes)

@@ -24,12 +24,12 @@ from dlrm_bench.bench.ladder.analysis import (
 from dlrm_bench.bench.ladder.arguments import LadderCommand
 from dlrm_bench.bench.ladder.run_ladder import Rounds, make_plan, plan_to_resume, profiled_run_id, run_ladder
 from dlrm_bench.bench.machine.description import gpus_of_node
-from dlrm_bench.bench.obstacles import check_precision
+from dlrm_bench.bench.obstacles import check_precision, check_tables_fit_node
 from dlrm_bench.bench.records.ladder import Plan, read_ladder_json
 from dlrm_bench.bench.records.record import create_run_folder
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
 from dlrm_bench.dlrm.benchmark import Rung
-from dlrm_bench.dlrm.benchmarks import preset_of
+from dlrm_bench.dlrm.benchmarks import PRESETS, preset_of
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 
@@ -54,14 +54,11 @@ def ladder_command(console: Console, forwarded: Sequence[str], asked: LadderComm
 def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
     """Creates the folder of a new ladder; returns its plan and the folder."""
     rounds, launch = _rounds(asked), _launch(asked)
-    benchmark, _ = preset_of(preset_name(forwarded))
-    if asked.rungs not in benchmark.ladders:
-        raise ValueError(f"--rungs {asked.rungs!r} is unknown: choose one of {', '.join(benchmark.ladders)}")
-    rungs = benchmark.ladders[asked.rungs]
+    rungs = _rungs(asked.rungs, preset_name(forwarded))
     _check_flags(asked.rungs, rungs, forwarded)
     processes = processes_of_run(asked.nproc)
-    if not launch and not gpus_of_node():
-        _check_without_gpu(asked.rungs, rungs, forwarded)
+    if not launch:
+        _check_node(asked.rungs, rungs, forwarded, processes)
     plan = make_plan(
         rungs,
         rounds,
@@ -73,6 +70,19 @@ def _plan(asked: LadderCommand, forwarded: Sequence[str]) -> tuple[Plan, Path]:
         launch=launch,
     )
     return plan, create_run_folder(asked.results_dir, new_id(processes, forwarded, "ladder"))
+
+
+def _rungs(ladder: str, preset: str) -> tuple[Rung, ...]:
+    """Returns the rungs of a ladder of the preset's benchmark. ValueError lists the ladders of that benchmark, and the
+    presets of others that have one of this name."""
+    ladders = preset_of(preset)[0].ladders
+    if ladder not in ladders:
+        others = [name for name, (benchmark, _) in PRESETS.items() if ladder in benchmark.ladders]
+        raise ValueError(
+            f"--rungs {ladder!r} is unknown for --preset {preset}: choose one of {', '.join(ladders)}"
+            + (f"; {ladder} is a ladder of --preset {', '.join(others)}" if others else "")
+        )
+    return ladders[ladder]
 
 
 def _check_flags(ladder: str, rungs: Sequence[Rung], flags: Sequence[str]) -> None:
@@ -89,20 +99,28 @@ def _check_flags(ladder: str, rungs: Sequence[Rung], flags: Sequence[str]) -> No
             raise ValueError(f"{flag} is set by every rung of {ladder}, to {' or '.join(values)}: leave it out")
 
 
-def _check_without_gpu(ladder: str, rungs: Sequence[Rung], flags: Sequence[str]) -> None:
-    """Raises ValueError for a rung that needs a GPU, or for a bad flag, before any run."""
-    device = torch.device("cpu")
+def _check_node(ladder: str, rungs: Sequence[Rung], flags: Sequence[str], processes: int) -> None:
+    """Raises ValueError, before any run, for a bad flag, and for a rung that needs a GPU or more memory than this node
+    has."""
+    on_gpus, cpu = gpus_of_node() > 0, torch.device("cpu")
     for rung in rungs:
         _, words = take_flag([*flags, *rung.flags], "--preset")
         pipeline, words = take_flag(words, "--pipeline")
         config = parse_run(preset_name(flags), pipeline or TorchRecOptions.name, words, "", prints=True)
         try:
-            check_precision(config, device)
-            check_device(config.pipeline, device)
+            if not on_gpus:
+                check_precision(config, cpu)
+                check_device(config.pipeline, cpu)
         except ValueError as error:
             raise ValueError(
                 f"--rungs {ladder} needs a GPU, and this machine has none ({rung.name}: {error}); "
                 "`dlrm-bench ladder --rungs cpu --preset smoke` needs none"
+            ) from None
+        try:
+            check_tables_fit_node(config, processes, on_gpus)
+        except ValueError as error:
+            raise ValueError(
+                f"--rungs {ladder} needs more memory than this machine has: {rung.name}: {error}"
             ) from None
 
 

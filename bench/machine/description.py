@@ -119,6 +119,17 @@ def short_name_of_node(gpus: int) -> str:
     return "cpu" if name is None else f"{gpus}x{_model(name)}"
 
 
+def largest_gpu_bytes() -> int | None:
+    """Returns the memory of the largest GPU of this node, which CUDA may not be allowed to use; None if NVML does not
+    report it. Asks NVML, because CUDA would take memory."""
+    with nvml_session() as works:
+        return readable(lambda: max(map(_gpu_bytes, range(pynvml.nvmlDeviceGetCount())))) if works else None
+
+
+def _gpu_bytes(index: int) -> int:
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).total)
+
+
 def _model(gpu: str) -> str:
     """Returns the first word with a digit: 'h200' of 'NVIDIA H200', 'a100' of 'NVIDIA A100-SXM4-80GB'; else the last
     word."""

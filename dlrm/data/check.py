@@ -8,6 +8,7 @@ from typing import Annotated, Protocol, TypeVar
 import tyro
 
 from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
+from dlrm_bench.dlrm.runtime.parsed import parsed
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -50,12 +51,14 @@ def run_check(kind: type[C], check: Callable[[C], Checked], args: Sequence[str] 
     """
 
     def run() -> int:
-        config = tyro.cli(
-            kind,
-            args=args,
-            prog="dlrm-bench data check",
-            description=description,
-            config=(tyro.conf.FlagCreatePairsOff,),
+        config = parsed(
+            lambda: tyro.cli(
+                kind,
+                args=args,
+                prog="dlrm-bench data check",
+                description=description,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
         )
         checked = check(config)
         for finding in checked.findings:

@@ -52,7 +52,12 @@ def check_places_fit(
     own = [available_bytes, -bytes_of(places, tables.columns, states, unnamed, tables.raw_ids)]
     least = torch.tensor(own, dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    available, needed = int(least[0]) * HEADROOM, -int(least[1])
+    refuse_places(places, -int(least[1]), int(least[0]))
+
+
+def refuse_places(places: int, needed: int, rank_bytes: int) -> None:
+    """Raises ValueError if `places` dynamic rows, which take `needed` bytes of a rank, exceed its `rank_bytes`."""
+    available = rank_bytes * HEADROOM
     if needed > available:
         raise ValueError(
             f"--dynamic-rows {places} does not fit: rows, state and map need {needed / 1e9:.1f} GB per rank, but only "
@@ -67,12 +72,17 @@ def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes:
     """
     total = torch.tensor([available_bytes], dtype=torch.int64, device=device)
     dist.all_reduce(total)
+    refuse_tables(tables, optimizer, int(total), dist.get_world_size())
+
+
+def refuse_tables(tables: Tables, optimizer: TableOptimizer, total_bytes: int, world_size: int) -> None:
+    """Raises ValueError if tables and optimizer state exceed the memory of all ranks, `total_bytes` together."""
     state_bytes = sum(tables.rows) * optimizer.state_columns(tables.columns) * 4
-    needed, available = tables.bytes + state_bytes, int(total) * HEADROOM
+    needed, available = tables.bytes + state_bytes, total_bytes * HEADROOM
     if needed > available:
         scale = tables.scale * available / needed
         advice = tables.advice or f"shrink the tables with --model.table-scale {max(scale * 0.95, 1e-6):.2g}"
         raise ValueError(
             f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB, but the "
-            f"{dist.get_world_size()} rank(s) have {available / 1e9:.1f} GB; use more GPUs or {advice}"
+            f"{world_size} rank(s) have {available / 1e9:.1f} GB; use more GPUs or {advice}"
         )

@@ -11,6 +11,8 @@ from dlrm_bench.dlrm.dlrmv4.data.commands import generate_config
 from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, smoke_config
 from dlrm_bench.dlrm.dlrmv4.presets import training
 
+V4 = ["--preset", "smoke-dlrmv4"]
+
 
 def test_dlrmv4s_data_fit_the_presets_tables() -> None:
     assert generate_config("smoke-dlrmv4") == smoke_config(Path("data/smoke-dlrmv4"))
@@ -41,3 +43,31 @@ def test_help_needs_no_preset(what: str, capsys: pytest.CaptureFixture[str]) -> 
         main(["data", what, "--help"])
     assert end.value.code == 0
     assert f"usage: dlrm-bench data {what}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "out", "--foo", "3"], "Unrecognized options: --foo, 3"),
+        (["fill", "out", "--dys", "3"], "Unrecognized options: --dys, 3; perhaps you meant --days"),
+        (["preprocess", "raw", "out", "--foo"], "Unrecognized options: --foo"),
+        (["check", "out", "more"], "Unrecognized options: more"),
+        (["speed", "out", "--foo"], "Unrecognized options: --foo"),
+        (["counts", "out", "--samples", "0"], "--samples is 0: count at least one"),
+        (
+            ["generate", *V4, "out", "--users", "x"],
+            "Error parsing --users: invalid literal for int() with base 10: 'x'",
+        ),
+        (["preprocess", *V4, "raw", "out", "--foo"], "Unrecognized options: --foo"),
+        (["check", *V4, "out", "--foo"], "Unrecognized options: --foo"),
+        (["speed", *V4, "out", "--foo"], "Unrecognized options: --foo"),
+        (["rows", *V4, "out", "--world-size", "0"], "--world-size is 0: choose more than 0"),
+    ],
+)
+def test_a_wrong_flag_is_an_error_of_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", *words]) == 2
+    assert capsys.readouterr() == ("", f"error: {said}\n")
+    assert [*tmp_path.iterdir()] == []

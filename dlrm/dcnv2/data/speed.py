@@ -30,6 +30,7 @@ from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.dataset import FileDataset
 from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
+from dlrm_bench.dlrm.runtime.parsed import parsed
 
 _barrier: Any = None
 """Barrier of the ranks, if there are several."""
@@ -161,12 +162,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(
-        SpeedConfig,
-        args=args,
-        prog="dlrm-bench data speed",
-        description=__doc__,
-        config=(tyro.conf.FlagCreatePairsOff,),
+    config = parsed(
+        lambda: tyro.cli(
+            SpeedConfig,
+            args=args,
+            prog="dlrm-bench data speed",
+            description=__doc__,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     )
     for size in config.local_batch_sizes:
         speeds = speed(config, size)

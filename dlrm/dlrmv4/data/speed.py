@@ -25,6 +25,7 @@ from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 from dlrm_bench.dlrm.runtime.command_line import exit_status
+from dlrm_bench.dlrm.runtime.parsed import parsed
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -104,12 +105,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = tyro.cli(
-        SpeedConfig,
-        args=args,
-        prog="dlrm-bench data speed",
-        description=__doc__,
-        config=(tyro.conf.FlagCreatePairsOff,),
+    config = parsed(
+        lambda: tyro.cli(
+            SpeedConfig,
+            args=args,
+            prog="dlrm-bench data speed",
+            description=__doc__,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     )
     found = speed(config)
     print(

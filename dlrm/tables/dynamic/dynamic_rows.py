@@ -26,7 +26,8 @@ COLUMNS = 4
 NO_TABLE = -1
 """Value in place of a table, saved with places that have no row."""
 NO_PLACE = 1 << 30
-"""Value that ranks agree on, instead of an excess, if any rank has no place for a new row: above any excess."""
+"""Value above any excess of a list: ranks agree on it plus the largest number of new rows that a rank has no place for,
+if there are any."""
 
 
 class DynamicRows:
@@ -65,27 +66,35 @@ class DynamicRows:
 
     def place(self, keys: Keys, places: Tensor) -> Tensor:
         """Writes to places[n] the place of row keys[n], making the row if it is new; -1 for what is no key, and if no
-        place is left. Returns the value for Overflows, int32 [1]: NO_PLACE if some row has no place, else -1.
+        place is left. Returns the value for Overflows, int32 [1]: NO_PLACE plus the number of rows without a place, or
+        -1 if there are none.
 
         keys: N, of this rank's rows, in any order; places: int32 [N].
         """
+        assert 2 * len(places) < NO_PLACE, "NO_PLACE plus the number of rows without a place is an int32"
         weights, state = self._memory
         new, lacking = self.map.place(keys, places)
         initial_rows(weights, new, keys, self._of_tables, zeros=state)
-        return torch.where(lacking > 0, NO_PLACE, -1).int()
+        return torch.where(lacking > 0, lacking + NO_PLACE, -1).int()
 
     def check_places(self, agreed: int) -> None:
-        """ValueError where the ranks have agreed on NO_PLACE for a batch."""
+        """ValueError, with the number of places that a batch needs, if the ranks have agreed that it lacks some.
+
+        agreed: the maximum of what `place` returned on all ranks; an excess of a list, or -1, if no rank lacks places.
+        """
         if agreed < NO_PLACE:
             return
-        fix = "choose a larger number, use more GPUs, or replace rows that were not named for long (add --evict-rows)"
+        lacking = agreed - NO_PLACE
+        enough = f"choose at least {self.map.places + lacking} for this batch, and more for later ones"
+        fix = f"{enough}, use more GPUs, or replace rows that were not named for long (add --evict-rows)"
         if self.map.most_evicted:
             fix = (
                 f"--evict-rows frees at most {self.map.most_evicted} places with a batch, and none of rows that it or "
-                "the batch before names: choose a larger number, use more GPUs, or smaller batches"
+                f"the batch before names: {enough}, use more GPUs, or smaller batches"
             )
         raise ValueError(
-            f"--dynamic-rows {self.map.places}: a batch names new rows, and a rank has no place left for them; {fix}"
+            f"--dynamic-rows {self.map.places}: a batch names new rows, and a rank has no place left for {lacking} of "
+            f"them; {fix}"
         )
 
     def write_unnamed(self, keys: Keys, places: Tensor, out: Tensor, targets: Tensor) -> None:

@@ -33,7 +33,7 @@ class PlacedIds:
     """int32, in the order of the sorted ids, if rows are on two tiers and ids are sorted; equal rows are runs of equal
     places."""
     lacking: Tensor | None = None
-    """int32 [1] for a batch that creates rows: whether any of them has no place, see DynamicRows.place."""
+    """int32 [1] for a batch that creates rows: how many of them have no place, see DynamicRows.place."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlrm_bench.bench.machine import description as machine
-from dlrm_bench.bench.machine.description import describe_machine, platform_name, short_name
+from dlrm_bench.bench.machine.description import describe_machine, largest_gpu_bytes, platform_name, short_name
 from dlrm_bench.bench.records.schema import Machine
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 
@@ -55,6 +55,15 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByPciBusId(self, bus_id: str) -> str:  # noqa: N802
         return self.handles[bus_id]
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        return ("gpu", "small")[index]
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: str) -> Any:  # noqa: N802
+        return SimpleNamespace(total=10 * 10**9 if gpu == "small" else 141 * 10**9)
 
     def nvmlDeviceGetEnforcedPowerLimit(self, gpu: str) -> int:  # noqa: N802
         return 700_000
@@ -127,6 +136,18 @@ def test_an_unknown_gpu_leaves_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_nvml_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_with(monkeypatch, None) == {}
     assert describe_with(monkeypatch, FakeNvml({f"GPU-{UUID}": "gpu"}, refused=("nvmlInit",))) == {}
+
+
+def test_the_memory_of_the_largest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for nvml, found in (
+        (FakeNvml({}), 141 * 10**9),
+        (FakeNvml({}, refused=("nvmlDeviceGetMemoryInfo",)), None),
+        (FakeNvml({}, refused=("nvmlInit",)), None),
+        (None, None),
+    ):
+        monkeypatch.setattr(machine, "pynvml", nvml)
+        assert largest_gpu_bytes() == found
+        assert nvml is None or nvml.sessions == 0
 
 
 NVML_READS = {

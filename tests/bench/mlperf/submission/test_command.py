@@ -29,6 +29,7 @@ def test_a_package_that_is_not_accepted_has_status_1(tmp_path: Path, capsys: pyt
         (["build", "out", "--runs", "nowhere"], "nowhere is not a result log, a record"),
         (["check", "nowhere"], "nowhere is not a submission"),
         (["score", "nowhere"], "nowhere is not a submission"),
+        (["score", "nowhere", "--foo"], "error: Unrecognized options: --foo\n"),
     ],
 )
 def test_bad_input_has_status_2(

@@ -134,10 +134,17 @@ def test_a_batch_without_places_is_refused_on_every_rank(run_ranks: Any, world_s
 
 def refusal(evicts: bool) -> str:
     rows = DynamicRows.in_parts(TABLES, one_rank(), SEED, RowPlaces(8, evicts))
-    lacking = rows.place(Keys(torch.arange(9, dtype=torch.int32)), torch.zeros(9, dtype=torch.int32))
+    lacking = rows.place(Keys(torch.arange(11, dtype=torch.int32)), torch.zeros(11, dtype=torch.int32))
     with pytest.raises(ValueError, match="--dynamic-rows 8: a batch names new rows, and a rank has no") as raised:
         rows.check_places(int(lacking))
     return str(raised.value)
+
+
+@pytest.mark.parametrize("evicts", [False, True])
+def test_a_refusal_says_how_many_places_the_batch_needs(evicts: bool) -> None:
+    said = refusal(evicts)
+    assert "a rank has no place left for 3 of them; " in said
+    assert "choose at least 11 for this batch, and more for later ones, use more GPUs" in said
 
 
 def test_a_refusal_advises_what_is_not_done_yet() -> None:

@@ -5,10 +5,12 @@ import contextlib
 import io
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def parsed(cli: Callable[[], Any], prints: bool = True) -> Any:
+def parsed(cli: Callable[[], T], prints: bool = True) -> T:
     """Returns the result of tyro; its page about a wrong flag becomes a ValueError. prints: whether this process
     prints the help."""
     page = io.StringIO()
@@ -33,5 +35,5 @@ def _in_one_line(page: str) -> str:
     meant = [
         line.split()[0] for section in others if "Perhaps you meant:" in section for line in section if line[:2] == "--"
     ]
-    error = " ".join(filter(None, said)).removeprefix("Error parsing RunConfig: ")
+    error = re.sub("^Error parsing [A-Z][a-z][A-Za-z]*: ", "", " ".join(filter(None, said)))  # of a class's own check
     return f"{error}; perhaps you meant {' or '.join(dict.fromkeys(meant))}" if meant else error
