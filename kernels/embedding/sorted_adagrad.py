@@ -2,8 +2,8 @@
 
 The ids of a batch are known long before its gradients, so `sort_ids` runs a batch ahead, off the critical path.
 `sorted_adagrad` then reads each gradient row once and each touched weight and state row once. It uses no float atomics:
-equal inputs give equal bits. On Hopper GPUs a row's bits depend on the order of its own gradients alone, not on where
-they are among all, so that rows may be sorted in any order.
+equal inputs give equal bits. On Hopper GPUs a row's bits depend on its own gradients and their order alone, not on
+where they are among all nor on how many there are, so that rows may be sorted in any order and be on any rank.
 
 Sorted ids form runs of equal ids. One warp walks over a chunk of consecutive positions, tile by tile, and adds up runs
 by a segmented scan. Runs inside one chunk are finished there. A chunk's sums of runs that cross its borders go to
@@ -30,6 +30,9 @@ from dlrm_bench.kernels.non_finite import Watch, changed, is_stopped, watch_of
 _WARPS = 2048  # enough to fill a large GPU
 # Rows that a warp processes at a time, by columns: the fastest on an H200. More would exceed its registers.
 _TILES = {16: 64, 32: 32, 64: 8, 128: 4}
+
+# Positions of a chunk on Hopper GPUs, whatever their number: the sum of a row depends on it.
+_CHUNK = 32
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _THREADS = 128
@@ -121,7 +124,7 @@ class SortedAdagrad(NamedTuple):
         aligned = all(t.data_ptr() % 16 == 0 for t in (weights, self.state, self.grad))
         assert aligned and weights.stride(0) % 4 == 0, "16-byte aligned"
         # Borders move, so that a chunk may be twice as long.
-        chunk, unroll = chunk or min(64, _chunk(count)), unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
+        chunk, unroll = chunk or _CHUNK, unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
         tensors, sizes = self._of_triton(chunk)
         _, _, partials, _, _, *watched = tensors
         ordered = (weights, self.state, partials, self.sorted_ids, self.sorted_bags, self.grad, self.learning_rate)
@@ -270,6 +273,12 @@ def _sorted_adagrad_kernel(
 
 
 @jit
+def _halved(sums, half: tl.constexpr, columns: tl.constexpr):
+    left, right = tl.split(tl.permute(tl.reshape(sums, [2, half, columns]), [1, 2, 0]))
+    return left + right
+
+
+@jit
 def _sorted_adagrad_merge_kernel(
     weights,
     state,
@@ -304,16 +313,20 @@ def _sorted_adagrad_merge_kernel(
         goes_on = goes_on & (tl.load(ids + start + chunk, goes_on & (start + chunk < count), other=-1) == run_id)
     if goes_on:
         column = tl.arange(0, columns)
-        g = tl.load(partials + (2 * first.to(tl.int64) + 1) * columns + column)
+        sums = tl.zeros([8, columns], tl.float32)
         next_chunk = first + 1
         while goes_on:
-            chunks = next_chunk + tl.arange(0, width)
-            begins = start + (chunks - first) * chunk
-            inside = tl.load(ids + begins, begins < count, other=-1) == run_id
-            at = 2 * chunks.to(tl.int64)[:, None] * columns + column[None, :]
-            g += tl.sum(tl.load(partials + at, inside[:, None], other=0.0), 0)
+            begins = start + (next_chunk - first + tl.arange(0, width)) * chunk
+            inside = tl.sum((tl.load(ids + begins, begins < count, other=-1) == run_id).to(tl.int32))
+            for piece in tl.static_range(width // 8):
+                of_width = 8 * piece + tl.arange(0, 8)
+                at = 2 * (next_chunk + of_width).to(tl.int64)[:, None] * columns + column[None, :]
+                sums += tl.load(partials + at, (of_width < inside)[:, None], other=0.0)
             next_chunk += width
-            goes_on = tl.sum(inside.to(tl.int32)) == width
+            goes_on = inside == width
+        # In this order for any number of columns; that of tl.sum depends on it.
+        sums = _halved(_halved(_halved(sums, 4, columns), 2, columns), 1, columns)
+        g = tl.load(partials + (2 * first.to(tl.int64) + 1) * columns + column) + tl.reshape(sums, [columns])
         offset = run_id.to(tl.int64) * stride + column
         if tiered:
             offset += tl.where(run_id >= device_rows, in_host, 0)

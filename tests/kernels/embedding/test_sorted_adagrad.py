@@ -136,6 +136,31 @@ def test_the_bits_of_a_row_do_not_depend_on_where_it_is(chunk: int, columns: int
         assert torch.equal(of_order, trained[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not available(), reason="needs a Hopper GPU (sm_90a) and cuda-bindings")
+@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+@pytest.mark.parametrize("others", [0, 10, 100_000, 1_200_000])
+def test_the_bits_of_a_row_do_not_depend_on_the_number_of_ids(others: int, columns: int) -> None:
+    """Nor on its columns being on several ranks: plans of whole tables and of parts of columns train alike."""
+    tables, batch, hot = [1, 3, 9, 40, 300], 1_111, 3
+    weights, state, grad, ids, bags = make_case(tables, batch, hot, columns, torch.bfloat16)
+    rate, rows = torch.tensor([0.05], device=DEVICE), len(weights)
+    alone, together = torch.stack([weights, state], dim=1), torch.randn(rows + others, 2, columns, device=DEVICE).abs()
+    together[others:] = alone
+    SortedAdagrad(*alone.unbind(1), grad, *in_order(ids, bags), rate, EPS).cuda()
+    all_ids = torch.cat([torch.arange(others, device=DEVICE, dtype=torch.int32), ids + others])
+    all_bags = torch.cat([bags[:1].expand(others), bags])
+    SortedAdagrad(*together.unbind(1), grad, *in_order(all_ids, all_bags), rate, EPS).cuda()
+    assert not torch.equal(alone[:, 0], weights)
+    assert torch.equal(together[others:], alone)
+    half = columns // 2
+    if half >= 16:
+        part = torch.stack([weights, state], dim=1)[:, :, :half].contiguous()
+        grad_of_part = grad.view(-1, columns)[:, :half].contiguous()
+        SortedAdagrad(*part.unbind(1), grad_of_part, *in_order(ids, bags), rate, EPS).cuda()
+        assert torch.equal(part, alone[:, :, :half])
+
+
 def test_one_over_capacity_of_what_is_supported_is_refused() -> None:
     weights = torch.zeros(4, 12)
     ids = torch.zeros(2, dtype=torch.int32)
