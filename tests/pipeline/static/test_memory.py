@@ -112,6 +112,21 @@ def test_places_of_rows_are_memory_too(run_ranks: Callable[..., list[Any]]) -> N
     assert tiers[0] * 1e9 == pytest.approx(tiers[1], rel=0.02)
 
 
+def beside_tiers(ranks: Ranks) -> tuple[float, int, int]:
+    """The bytes of rank 0's table rows in the record; those of its rows on the device, and of replicated tables."""
+    memory, ebc = described(ranks, table_memory="0.5")
+    assert ebc._tiers is not None
+    replicated = sum(MODEL.rows[table] for table in ebc.plan.replicated)
+    rows = ebc._tiers.placement.device_rows * ebc.columns
+    return memory["table_rows"] * 1e9, 2 * 4 * rows, 2 * 4 * replicated * MODEL.embedding_dim
+
+
+def test_replicated_tables_are_table_rows_beside_two_tiers_too(run_ranks: Callable[..., list[Any]]) -> None:
+    recorded, tiers, replicated = run_ranks(2, beside_tiers)[0]
+    assert replicated > 0.02 * tiers
+    assert recorded == pytest.approx(tiers + replicated, rel=1e-3)
+
+
 def views(ranks: Ranks) -> list[dict[str, float]]:
     batch = Batch.empty(BATCH_SIZE, MODEL)
     whole = torch.zeros(1000)

@@ -11,6 +11,8 @@ from dlrm_bench.dlrm.dcnv2.state_keys import table_key
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.pipeline.static import pipeline as static
+from tests.cases import WAYS
+from tests.pipeline import test_non_finite as non_finite
 from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small
 from tests.pipeline.whole_state import whole_state
 from tests.pipelines import changed, static_pipeline
@@ -81,3 +83,18 @@ def test_losses_and_weights_equal_plain_dlrm(run_ranks: Callable[..., list[Any]]
             assert error.abs().max() < config.optimizer.learning_rate / 20
     same = [results["small"]["logits"] - results["rows"]["logits"] for results in per_rank]
     assert max(float(difference.abs().max()) for difference in same) < 1e-5
+
+
+def train_to_a_bad_loss(ranks: Ranks) -> non_finite.Trained:
+    return non_finite.train(ranks, non_finite.config_of(non_finite.STEPS, "static", **WAYS["peer memory"]), "loss")
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), [(4, False), pytest.param(2, True, marks=pytest.mark.multi_gpu)])
+def test_a_bad_loss_on_one_node_stops_the_updates_on_both(
+    run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool
+) -> None:
+    for rank, trained in enumerate(run_ranks(world_size, train_to_a_bad_loss, gpu=gpu, nodes=2)):
+        finite = [torch.tensor(loss).isfinite().item() for loss in trained.losses]
+        assert finite.count(False) == (rank == world_size - 1)
+        assert trained.learned
+        assert trained.changed == []

@@ -34,6 +34,31 @@ def test_stage_3_gets_the_options_that_it_depends_on(presorted: bool) -> None:
     assert options.dense == StaticDenseOptions(eight_bits=presorted, peer_memory=presorted, may_go_in_parts=presorted)
 
 
+SORTED: dict[str, Any] = {"presort_ids": True}
+IN_PEERS = SORTED | {"peer_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "replicates", "splits_rows"),
+    [
+        ({}, (True, True), (False, False)),
+        (SORTED, (True, True), (True, True)),
+        (IN_PEERS, (False, True), (False, True)),
+        (SORTED | {"table_memory": "0.5"}, (True, True), (False, False)),
+        (IN_PEERS | {"table_memory": "0.5"}, (False, True), (False, False)),
+        (SORTED | {"dynamic_rows": 100}, (False, False), (False, False)),
+        (IN_PEERS | {"dynamic_rows": 100}, (False, False), (False, False)),
+    ],
+)
+def test_plans_have_what_the_way_of_the_exchanges_allows(
+    options: dict[str, Any], replicates: tuple[bool, bool], splits_rows: tuple[bool, bool]
+) -> None:
+    """On one node and on two."""
+    of_run = StaticOptions(**options)
+    assert tuple(map(of_run.replicates, (1, 2))) == replicates
+    assert tuple(map(of_run.splits_rows, (1, 2))) == splits_rows
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WarmingUp(OptimizerConfig):
     def rate(self, iteration: int) -> float:  # type: ignore[override]

@@ -1,6 +1,7 @@
 """Cross-cutting: the static pipeline with tables split by rows trains what plain PyTorch does, whatever overflows."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.pooled import row_parts
 from dlrm_bench.pipeline.static import pipeline as static
 from dlrm_bench.pipeline.static.graphs import Graphs
+from tests.late_device import LateDevice
 from tests.pipeline.cpu_graphs import capture_on_cpu
-from tests.pipeline.static.test_pipeline import EVALUATION_BATCHES, batches_of, plain, small
+from tests.pipeline.static.test_pipeline import batches_of, plain, small
 from tests.pipeline.whole_state import load_whole_state, whole_state
 from tests.pipelines import changed, static_pipeline
 
@@ -42,7 +44,7 @@ def train(ranks: Ranks, config: RunConfig, slack: float) -> dict[str, Any]:
     trained = static_pipeline(config, ranks)
     training = map(trained.prepare, batches[:STEPS])
     losses = [trained.train_step(training).item() for _ in range(STEPS // 2)]
-    evaluated = trained.evaluate(map(trained.prepare, batches[-EVALUATION_BATCHES:]))
+    evaluated = trained.evaluate(map(trained.prepare, batches))  # some of which overflow lists for training
     logits = torch.cat([values for values, _ in evaluated]).cpu()
     losses += [trained.train_step(training).item() for _ in range(STEPS - STEPS // 2)]
     described, state = trained.describe(), whole_state(trained)
@@ -99,9 +101,11 @@ PLACES = [
 """Ranks, whether on GPUs, and the ranks whose lists are tight, whether they pick ids or not."""
 
 
-def launches(ranks: Ranks, config: RunConfig, tight: tuple[int, ...]) -> tuple[list[bool], list[bool], list[float]]:
+def launches(
+    ranks: Ranks, config: RunConfig, tight: tuple[int, ...]
+) -> tuple[list[bool], list[bool], list[float], list[int]]:
     """Returns for each step whether a graph was replayed, and whether this rank's own lists took the batch; and the
-    losses."""
+    losses, and the record's number of batches that the lists did not take, by rank."""
     torch.set_float32_matmul_precision("highest")
     static.plan_for = lambda *_, **__: plan_of(ranks.world_size)
     row_parts._SLACK, row_parts._LEAST_SLACK = (SLACK[ranks.rank] if ranks.rank in tight else 2.0), 1
@@ -123,8 +127,9 @@ def launches(ranks: Ranks, config: RunConfig, tight: tuple[int, ...]) -> tuple[l
         losses.append(trained.train_step(batches).item())
         picked = trained._slots[step % 2].ids.picked
         fitted.append(picked is None or int(picked.count) <= picked.capacity)
+    over = trained.describe()["batches_over_capacity"]
     trained.close()
-    return replayed, fitted, losses
+    return replayed, fitted, losses, over
 
 
 @pytest.mark.parametrize(("world_size", "gpu", "tight"), PLACES)
@@ -132,7 +137,7 @@ def test_a_batch_that_overflows_on_any_rank_is_launched_eagerly_by_all(
     run_ranks: Callable[..., list[Any]], world_size: int, gpu: bool, tight: tuple[int, ...]
 ) -> None:
     config = changed(CONFIG, cuda_graph="iteration", overlap=gpu)
-    replayed, fitted, losses = zip(*run_ranks(world_size, launches, config, tight, gpu=gpu), strict=True)
+    replayed, fitted, losses, over = zip(*run_ranks(world_size, launches, config, tight, gpu=gpu), strict=True)
     fits_all = [all(of_step) for of_step in zip(*fitted, strict=True)]
     eager_first = static._EAGER_ITERATIONS
     for of_rank in replayed:
@@ -140,5 +145,47 @@ def test_a_batch_that_overflows_on_any_rank_is_launched_eagerly_by_all(
     overflowing = {rank for rank, of_rank in enumerate(fitted) if not all(of_rank[eager_first:])}
     assert overflowing == set(tight) & {0, world_size - 1}, "the ranks that have parts of rows"
     assert any(fits_all[eager_first:]), "some batches are replayed"
+    assert list(over) == [[of_rank.count(False) for of_rank in fitted]] * world_size
     expected = torch.tensor(plain(small("sharded", STEPS), world_size).losses, dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64).mean(0), expected, rtol=1e-5, atol=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Overflowing:
+    """A training after a warm-up, of batches of which none fits."""
+
+    polls: list[int]
+    """How often the host polls in each step."""
+    captures: int
+    """Of iterations, in the warm-up."""
+    over: int
+    """Batches that this rank's lists could not hold."""
+
+
+def train_overflowing(ranks: Ranks, config: RunConfig) -> Overflowing:
+    static.plan_for = lambda *_, **__: plan_of(ranks.world_size)
+    row_parts._SLACK, row_parts._LEAST_SLACK = 0.5, 1
+    capture_on_cpu()
+    polls = []
+    with LateDevice() as device:
+        trained = static_pipeline(config, ranks)
+        trained.warm_up(evaluates=True)
+        assert trained._graphs is not None
+        captures = trained._graphs.captures
+        batches = iter(batches_of(config, ranks.rank, ranks.world_size)[:4])
+        for _ in range(4):
+            before = device.polls
+            trained.train_step(batches)
+            polls.append(device.polls - before)
+    over = trained.describe()["batches_over_capacity"][ranks.rank]
+    trained.close()
+    return Overflowing(polls, captures, over)
+
+
+def test_each_step_waits_for_the_agreement_on_its_own_batch(run_ranks: Callable[..., list[Any]]) -> None:
+    """The first one too, after a warm-up has used its memory, and ranks that pick no ids."""
+    first, second, third = run_ranks(3, train_overflowing, changed(CONFIG, cuda_graph="iteration"))
+    for of_rank in (first, second, third):
+        assert all(of_rank.polls), of_rank.polls
+        assert of_rank.captures == 1, "although every batch of the warm-up ran eagerly"
+    assert (first.over, second.over, third.over) == (4, 0, 4), "without the warm-up's"

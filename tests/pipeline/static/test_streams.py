@@ -1,13 +1,20 @@
-"""Streams: what waits for what, and that waiting for anything else fails, on the CPU too."""
+"""Streams: what waits for what, and that waiting for anything else fails, on the CPU too. How far the host runs
+ahead."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.streams import MAIN, Branch, Priority, Stream
-from dlrm_bench.pipeline.static.streams import IterationStreams
+from dlrm_bench.pipeline.static import pipeline as static
+from dlrm_bench.pipeline.static.fetch import BatchFetcher
+from dlrm_bench.pipeline.static.streams import MAX_IN_FLIGHT, IterationStreams
+from tests.pipeline.small_runs import batches_of, small
+from tests.pipelines import static_pipeline
 
 CPU = torch.device("cpu")
 A = Stream(name="a", carries="work", priority=Priority.FILL)
@@ -123,3 +130,93 @@ def test_a_failed_iteration_leaves_no_branches(cuda: FakeCuda) -> None:
     with streams.iteration(), pytest.raises(AssertionError):
         streams.join(old)
     assert cuda.waits == []
+
+
+def test_what_runs_as_captured_comes_after_what_was_launched_and_before_what_will_be(cuda: FakeCuda) -> None:
+    streams = IterationStreams(torch.device("cuda"), overlap=True)
+    assert isinstance(streams.main, FakeStream)
+    streams.main.name = "main"
+    with streams.as_captured():
+        assert cuda.current is streams.main
+        assert cuda.waits == [("main", "launching")]
+    assert cuda.current.name == "launching"
+    assert cuda.waits == [("main", "launching"), ("launching", "main")]
+    with IterationStreams(CPU, overlap=True).as_captured():
+        assert cuda.current.name == "launching"
+
+
+def overlaps(ranks: Ranks) -> list[bool]:
+    """Returns what streams are told without and with --overlap."""
+    told = []
+
+    class Told(IterationStreams):
+        def __init__(self, device: torch.device, overlap: bool) -> None:
+            told.append(overlap)
+            super().__init__(device, overlap)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static, "IterationStreams", Told)
+        for overlap in (False, True):
+            static_pipeline(small(overlap=overlap), ranks)
+    return told
+
+
+def test_work_overlaps_where_a_user_asks_for_it(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(1, overlaps) == [[False, True]]
+
+
+class LateEvent:
+    """Stands for a CUDA event, of a device that works only while the host waits for it, and for the fetches that are
+    launched on that device."""
+
+    def __init__(self) -> None:
+        self.named = self._launched = self._recorded = self._fetched = 0
+
+    def fetch(self) -> None:
+        self._launched += 1
+
+    def record(self) -> None:
+        self._recorded = self._launched
+
+    def synchronize(self) -> None:
+        self._fetched = self._recorded
+
+    @property
+    def in_flight(self) -> int:
+        """Number of batches that are named and not fetched."""
+        return self.named - self._fetched
+
+
+def names_ahead(ranks: Ranks) -> tuple[int, list[int]]:
+    """Returns the number of addresses that are kept, and the batches in flight whenever one is named, in trainings and
+    evaluations of several lengths."""
+    with pytest.MonkeyPatch.context() as patch:
+        pipeline, device, found = static_pipeline(small(), ranks), LateEvent(), []
+        patch.setattr(pipeline._streams, "_cuda", True)
+        patch.setattr(pipeline._streams, "_ended", device, raising=False)
+        name, fetch = BatchFetcher.name, BatchFetcher.fetch
+
+        def named(fetcher: BatchFetcher, batch: Any) -> None:
+            device.named += 1
+            found.append(device.in_flight)
+            name(fetcher, batch)
+
+        def fetched(fetcher: BatchFetcher, into: Any) -> None:
+            device.fetch()
+            fetch(fetcher, into)
+
+        patch.setattr(BatchFetcher, "name", named)
+        patch.setattr(BatchFetcher, "fetch", fetched)
+        training = batches_of(pipeline._config, ranks)
+        for steps, evaluated in ((3, 2), (1, 0), (5, 13), (4, 1)):
+            for _ in range(steps):
+                pipeline.train_step(training)
+            list(pipeline.evaluate(batches_of(pipeline._config, ranks, evaluated)))
+    return len(pipeline._fetcher._addresses), found
+
+
+def test_the_host_is_ahead_by_no_more_batches_than_it_keeps_addresses_of(run_ranks: Callable[..., list[Any]]) -> None:
+    ((kept, found),) = run_ranks(1, names_ahead)
+    assert len(found) > 4 * MAX_IN_FLIGHT
+    assert max(found) <= kept == MAX_IN_FLIGHT
+    assert min(found[MAX_IN_FLIGHT:]) > 1, "it never waits for the iteration that it has just launched"

@@ -14,6 +14,8 @@ from dlrm_bench.dlrm.tables.pooled import pooled_exchange, static_ebc
 from dlrm_bench.dlrm.tables.pooled.static_ebc import StaticEBC
 from dlrm_bench.dlrm.tables.tiers import tiered_rows
 from dlrm_bench.dlrm.tables.tiers.placement import Pool
+from dlrm_bench.pipeline.static import pipeline as static
+from tests.pipeline.static.test_barriers import halves
 from tests.pipeline.static.test_tiers import PEERS, STEPS, batches_of
 from tests.pipelines import changed, static_pipeline
 from tests.races import Access, Event, Recorder, races
@@ -29,9 +31,9 @@ def too_early(ebc: StaticEBC, ids: Any, is_new: Tensor) -> None:
     LATE(ebc, ids)
 
 
-def launched(ranks: Ranks, waits: bool) -> tuple[list[Event], int]:
+def launched(ranks: Ranks, waits: bool, in_halves: bool) -> tuple[list[Event], int]:
     """Returns this rank's events in a training with an evaluation, and how many rows came late. waits: for the update
-    of the batch before, where a row has to."""
+    of the batch before, where a row has to. in_halves: each rank has half of the columns of all tables."""
     with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
         pool = Pool.of_batches
         # So few rows come with a batch that many wait for the next one, which names them too.
@@ -40,9 +42,14 @@ def launched(ranks: Ranks, waits: bool) -> tuple[list[Event], int]:
         if not waits:
             patch.setattr(StaticEBC, "bring_rows", too_early)
             patch.setattr(StaticEBC, "bring_late_rows", lambda ebc, ids: None)
-        pipeline = static_pipeline(changed(PEERS, table_memory="0.3"), ranks)
+        config = changed(PEERS, table_memory="0.3")
+        if in_halves:
+            config = changed(config, model=replace(config.model, embedding_dim=32, bottom_mlp=(32,)))
+            patch.setattr(static, "plan_for", halves)
+        pipeline = static_pipeline(config, ranks)
         tiers, late = pipeline.ebc._tiers, 0
         assert tiers is not None
+        assert pipeline.ebc._shared_sort is None, "what ranks sort for one another is read after the next barrier"
         rows, on_device = tiers.placement.rows, tiers.placement.device_rows
 
         def touch(operator: str, places: Tensor, writes: bool) -> None:
@@ -86,9 +93,11 @@ def launched(ranks: Ranks, waits: bool) -> tuple[list[Event], int]:
     return recorder.events, late
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_streams_order_what_touches_a_row_or_its_place(run_ranks: Callable[..., list[Any]], waits: bool) -> None:
-    logs, late = zip(*run_ranks(2, launched, waits), strict=True)
+@pytest.mark.parametrize(("waits", "in_halves"), [(True, False), (True, True), (False, False)])
+def test_streams_order_what_touches_a_row_or_its_place(
+    run_ranks: Callable[..., list[Any]], waits: bool, in_halves: bool
+) -> None:
+    logs, late = zip(*run_ranks(2, launched, waits, in_halves), strict=True)
     assert min(late) > 0
     found = races(logs)
     assert bool(found) != waits, [(race.first[1][:3], race.second[1][:3]) for race in found]

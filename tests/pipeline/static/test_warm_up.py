@@ -14,6 +14,8 @@ from dlrm_bench.dlrm.data.batch import BatchLayout, feature_blocks
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import NO_TABLE
 from dlrm_bench.pipeline.dynamic_state import IDS
+from dlrm_bench.pipeline.static.graphs import Graphs
+from dlrm_bench.pipeline.static.pipeline import StaticPipeline
 from dlrm_bench.pipeline.static.warm_up import ROWS, warm_up_batch
 from tests.cases import GPU_PLACES, SMALL_MODEL, WAYS
 from tests.pipeline.cpu_graphs import capture_on_cpu
@@ -113,6 +115,54 @@ def test_everything_is_captured_by_then(trained: Run, world_size: int, gpu: bool
         graphs = {"iteration": 1, "evaluation": 1} if name.startswith("graph") else {}
         assert warm.captures == graphs
         assert cold.captures == dict.fromkeys(graphs, 0)
+
+
+def replays(ranks: Ranks, evaluates: bool) -> set[tuple[str, int]]:
+    """Returns the graphs that a warm-up replays, by name and number."""
+    found, run = set[tuple[str, int]](), Graphs.run
+
+    def noted(graphs: Graphs, i: int) -> None:
+        found.add((graphs._name, i))
+        run(graphs, i)
+
+    capture_on_cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graphs, "run", noted)
+        pipeline = static_pipeline(small(**GRAPH, model=MODEL), ranks)
+        pipeline.warm_up(evaluates)
+        assert pipeline._graphs is not None
+        assert pipeline._graphs.captures == 1
+        pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_every_graph_has_run_once(run_ranks: Callable[..., list[Any]], evaluates: bool) -> None:
+    """A graph's first replay takes longer."""
+    (found,) = run_ranks(1, replays, evaluates)
+    names = ("iteration", "evaluation") if evaluates else ("iteration",)
+    assert found == {(name, i) for name in names for i in range(2)}
+
+
+def alarms(ranks: Ranks) -> list[int]:
+    """Returns raised flags and tallies after a warm-up in which some were."""
+    step = StaticPipeline.train_step
+
+    def alarming(pipeline: StaticPipeline, batches: Any) -> torch.Tensor:
+        loss = step(pipeline, batches)
+        pipeline._guard.watch.stopped.fill_(1)
+        pipeline.tallies().counts.fill_(1)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StaticPipeline, "train_step", alarming)
+        pipeline = static_pipeline(small(model=MODEL), ranks)
+        pipeline.warm_up(evaluates=False)
+    return [int(of.sum()) for of in (pipeline._guard.watch.stopped, pipeline.tallies().counts)]
+
+
+def test_flags_and_tallies_of_a_warm_up_do_not_stop_the_training(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(1, alarms) == [[0, 0]]
 
 
 def test_the_batch_names_the_rows_that_are_kept() -> None:

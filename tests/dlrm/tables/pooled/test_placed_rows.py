@@ -2,6 +2,7 @@
 tests/pipeline/static/test_dynamic_rows.py and test_tiers.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,19 @@ from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import NO_TABLE, DynamicRows
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
-from dlrm_bench.dlrm.tables.pooled.placed_rows import empty_placed, make_rows, named_rows, rows_in_memory
+from dlrm_bench.dlrm.tables.pooled import placed_rows
+from dlrm_bench.dlrm.tables.pooled.placed_rows import (
+    empty_placed,
+    make_rows,
+    named_rows,
+    rows_in_memory,
+    rows_on_tiers,
+)
 from dlrm_bench.dlrm.tables.pooled.tbe import FixedTBE, TBEShape
 from dlrm_bench.dlrm.tables.pooled.ways import Layout
+from dlrm_bench.dlrm.tables.row_rates import assumed_rates
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.tables.tiers.table_memory import TableMemory
 from dlrm_bench.kernels.embedding.id_map import Keys
 
 TABLES = Tables(names=("a", "b", "c"), rows=(50, 20, 9), columns=16, hot=(2, 3, 1))
@@ -119,3 +129,45 @@ def test_parts_of_tables_and_copies_are_no_plan_for_them(
 ) -> None:
     with pytest.raises(AssertionError, match=r"whole tables|each table on one rank"):
         rows_of(shards, replicated=replicated)
+
+
+def rows_on_tiers_of(rank: int, plan: Plan) -> tuple[int, tuple[Any, ...]]:
+    """Returns the bytes of host memory that are asked for on the node of `rank`, of two nodes of two ranks each, and
+    what its rows on two tiers are made of."""
+    asked, cpu = [], torch.device("cpu")
+    ranks = Ranks(rank=rank, local_rank=rank % 2, world_size=4, local_world_size=2, device=cpu)
+    layout = Layout(TABLES, plan, ranks, BatchShape(samples=2 * SAMPLES, dtype=torch.float32, parts=2))
+    own = [shard.table for shard in plan.of_rank(rank)]
+    rows, hot = (tuple(of[table] for table in own) for of in (TABLES.rows, TABLES.hot))
+    shape = TBEShape(rows=rows, hot=hot, columns=16, samples=4 * SAMPLES, dtype=torch.float32, parts=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed_rows, "check_host_memory", asked.append)
+        patch.setattr(placed_rows, "TieredRows", lambda *arguments: arguments)
+        made: Any = rows_on_tiers(layout, shape, TableMemory(share=0.5))
+    (needed,) = asked
+    return needed, made
+
+
+def test_the_host_memory_of_a_node_is_that_of_its_own_ranks() -> None:
+    plan = Plan(4, (Shard(0, 0, 0, 16), Shard(1, 1, 0, 16), Shard(2, 2, 0, 16), Shard(3, 1, 0, 16)))
+    host = [2 * 4 * 16 * (rows - rows // 2) for rows in (50, 20, 9, 20)]
+    for rank in range(4):
+        node = 2 * (rank // 2)
+        assert rows_on_tiers_of(rank, plan)[0] == sum(host[node : node + 2])
+
+
+def test_rows_are_expected_as_often_as_a_batch_names_them() -> None:
+    """All of its parts, and the samples of all ranks."""
+    plan = Plan(4, (Shard(0, 0, 0, 16), Shard(1, 1, 0, 16), Shard(2, 0, 0, 16), Shard(2, 2, 0, 16), Shard(3, 1, 0, 16)))
+    _, (_, columns, device, expected) = rows_on_tiers_of(2, plan)
+    assert (columns, device) == (16, torch.device("cpu"))
+    samples = 4 * 2 * SAMPLES
+    of_tables = expected[:50], expected[50:]
+    for of_table, table in zip(of_tables, (0, 2), strict=True):
+        assert of_table == pytest.approx(samples * assumed_rates(TABLES.rows[table], TABLES.hot[table]))
+
+
+def test_row_parts_are_refused_on_two_tiers() -> None:
+    shards = (*(Shard(rank, 0, 0, 16, rank, 2) for rank in range(2)), Shard(2, 1, 0, 16), Shard(3, 2, 0, 16))
+    with pytest.raises(ValueError, match="--table-memory cannot be used with row-wise sharding"):
+        rows_on_tiers_of(0, Plan(4, shards))

@@ -294,6 +294,7 @@ def check_forward(ranks: Ranks, world: World) -> None:
     pooled = world.lookup(ids)
     if not case.peers:
         held = torch.cat([part for part in pooled if part is not None])
+        assert held.requires_grad != case.presort, "no autograd graph is kept for nothing"
         torch.testing.assert_close(held.detach(), world.pooled_of_shards(0).to(case.dtype))
     out = world.output(pooled)
     assert not out[:, ~world.is_sharded].any(), "columns of replicated tables are not the output dist's"

@@ -1,6 +1,7 @@
 """FBGEMM's TBE at fixed shapes: its order of bags, the sort that the update needs, and views of its memory."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
@@ -118,6 +119,22 @@ def test_without_fbgemm_the_state_of_a_row_lies_after_its_weights(device: torch.
     tbe.set_learning_rate(0.5)  # of FBGEMM's backward, which there is not
     with pytest.raises(AssertionError):
         tbe.lookup(torch.zeros(tbe.num_ids, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bags_of_any_length_are_looked_up_outside_the_autograd_graph(device: torch.device) -> None:
+    """Rows beyond the last bag, as lists of picked ids have them, are in none."""
+    tables, samples, lengths = 3, 5, (0, 3, 1, 2, 0)
+    tbe, _ = make(tables, samples, device)
+    bags = [(torch.arange(n, device=device) + n) % ROWS[table] for table in range(tables) for n in lengths]
+    rows = torch.cat([*bags, torch.zeros(4, device=device)]).int()
+    offsets = torch.tensor([0, *accumulate(map(len, bags))], dtype=torch.int32, device=device)
+    pooled = tbe.lookup_bags(rows, offsets)
+    assert not pooled.requires_grad
+    weights = [of_table for of_table in tables_of(tbe) for _ in lengths]
+    sums = torch.stack([of_table[bag].sum(0) for of_table, bag in zip(weights, bags, strict=False)])
+    expected = sums.view(tables, samples, COLUMNS).transpose(0, 1).reshape(samples, -1)
+    torch.testing.assert_close(pooled, expected)
 
 
 @pytest.mark.gpu
