@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from tyro.conf import Positional
 
 from dlrm_bench.bench.config import RunConfig
@@ -16,7 +15,7 @@ from dlrm_bench.bench.flags import parse_run
 from dlrm_bench.bench.forwarded import split_forwarded, take_flag
 from dlrm_bench.dlrm.benchmarks import PRESETS, named
 from dlrm_bench.dlrm.data.steps import step
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 from dlrm_bench.dlrm.tables.row_counts import write_counts
 
 
@@ -44,7 +43,7 @@ def run_counts(words: Sequence[str]) -> int:
     own, flags = split_forwarded(words)
     if flags and not own:
         raise ValueError("name the file to write before --preset: dlrm-bench data counts FILE --preset ...")
-    wanted = parsed(lambda: tyro.cli(CountsConfig, args=own, prog="dlrm-bench data counts"))
+    wanted = options_of(CountsConfig, own, "data counts")
     preset, others = take_flag(flags, "--preset")
     # Counting is not a run: it needs no length and no target, and the pipeline makes no difference.
     length = ("--iterations", "1", "--warmup-iterations", "0", "--target-auc", "None")

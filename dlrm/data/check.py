@@ -8,7 +8,7 @@ from typing import Annotated, Protocol, TypeVar
 import tyro
 
 from dlrm_bench.dlrm.runtime.command_line import EXIT_BAD_INPUT, exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -51,15 +51,7 @@ def run_check(kind: type[C], check: Callable[[C], Checked], args: Sequence[str] 
     """
 
     def run() -> int:
-        config = parsed(
-            lambda: tyro.cli(
-                kind,
-                args=args,
-                prog="dlrm-bench data check",
-                description=description,
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
-        )
+        config = options_of(kind, args, "data check", description)
         checked = check(config)
         for finding in checked.findings:
             print(finding)

@@ -4,10 +4,22 @@ so that commands start quickly."""
 import contextlib
 import io
 import re
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tyro
 
 T = TypeVar("T")
+
+
+def options_of(
+    kind: type[T], args: Sequence[str] | None, command: str, description: str | None = None, **more: Any
+) -> T:
+    """Returns the options of a dlrm-bench command, read by tyro from its words, the process's own if None. Switches
+    have no --no- twin. more: further arguments of tyro.cli."""
+    off = (tyro.conf.FlagCreatePairsOff,)
+    prog = f"dlrm-bench {command}"
+    return parsed(lambda: tyro.cli(kind, args=args, prog=prog, description=description, config=off, **more))
 
 
 def parsed(cli: Callable[[], T], prints: bool = True) -> T:

@@ -15,7 +15,7 @@ from dlrm_bench.bench.mlperf.submission.checkers import Verdict, check_package
 from dlrm_bench.bench.mlperf.submission.package import RUNS, open_packages
 from dlrm_bench.bench.mlperf.submission.score import score_package, score_table
 from dlrm_bench.dlrm.runtime.command_line import EXIT_FAILED
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -172,5 +172,5 @@ COMMANDS: dict[str, type[Build] | type[Check] | type[Score]] = {"build": Build, 
 def run_submission(what: str, console: Console, words: Sequence[str]) -> int:
     """Runs one of COMMANDS with its flags; from --preset (or --) on, those of build are flags of launch/dlrm.py."""
     own, forwarded = split_forwarded(words) if what == "build" else (words, [])
-    command = parsed(lambda: tyro.cli(COMMANDS[what], args=own, prog=f"dlrm-bench submission {what}"))
+    command = options_of(COMMANDS[what], own, f"submission {what}")
     return command.run(console, forwarded)

@@ -31,7 +31,7 @@ from dlrm_bench.dlrm.dcnv2.data.manifest import Manifest, sole_writer
 from dlrm_bench.dlrm.dcnv2.data.random_batches import CLICK_RATE
 from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 CHUNK = 1 << 16
 """Samples drawn at a time."""
@@ -141,7 +141,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = parsed(lambda: tyro.cli(FillConfig, args=args, prog="dlrm-bench data fill", description=__doc__))
+    config = options_of(FillConfig, args, "data fill", __doc__)
     manifest = fill(config)
     size = sum(file.stat().st_size for file in config.directory.iterdir())
     print(

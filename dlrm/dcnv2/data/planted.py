@@ -31,7 +31,7 @@ from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS
 from dlrm_bench.dlrm.dcnv2.data.teacher import Teacher
 from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 CHUNK = 1 << 15  # Samples generated at a time.
 MOST = 100  # Maximum of skew and signal: far beyond any use, yet nothing overflows.
@@ -255,15 +255,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = parsed(
-        lambda: tyro.cli(
-            PlantedConfig,
-            args=args,
-            prog="dlrm-bench data generate",
-            description=__doc__,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    )
+    config = options_of(PlantedConfig, args, "data generate", __doc__)
     path, manifest, written = generate(config)
     form = "raw" if config.raw else "multi-hot, raw ids" if config.raw_ids else "multi-hot and 1-hot"
     print(

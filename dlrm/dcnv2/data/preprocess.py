@@ -39,7 +39,7 @@ from dlrm_bench.dlrm.dcnv2.data.preprocess_job import ANOTHER_OUT, SCRATCH, Prep
 from dlrm_bench.dlrm.dcnv2.data.raw_tsv import DENSE_FIELDS, HASH_FIELDS, raw_days
 from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 VERSION = 1  # Raised when equal raw files would give other files.
 
@@ -135,9 +135,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = parsed(
-        lambda: tyro.cli(PreprocessConfig, args=args, prog="dlrm-bench data preprocess", description=__doc__)
-    )
+    config = options_of(PreprocessConfig, args, "data preprocess", __doc__)
     manifest, done = preprocess(config)
     print(
         f"{'wrote' if done else 'nothing to do, complete with these parameters:'} {config.out}: "

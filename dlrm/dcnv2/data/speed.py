@@ -30,7 +30,7 @@ from dlrm_bench.dlrm.dcnv2.data import criteo
 from dlrm_bench.dlrm.dcnv2.data.dataset import FileDataset
 from dlrm_bench.dlrm.dcnv2.presets import training
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 _barrier: Any = None
 """Barrier of the ranks, if there are several."""
@@ -162,15 +162,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = parsed(
-        lambda: tyro.cli(
-            SpeedConfig,
-            args=args,
-            prog="dlrm-bench data speed",
-            description=__doc__,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    )
+    config = options_of(SpeedConfig, args, "data speed", __doc__)
     for size in config.local_batch_sizes:
         speeds = speed(config, size)
         slowest = max(speeds, key=lambda each: each.batch_us)

@@ -40,7 +40,7 @@ from dlrm_bench.dlrm.dlrmv4.data.listeners import BINS, DAY, STEP, World, catalo
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import RawWriter
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 MANIFEST = "generated.json"
 VERSION = 1  # Raised when equal parameters would give other files.
@@ -314,16 +314,7 @@ def main(args: Sequence[str] | None = None, default: GenerateConfig | None = Non
 
 def _run(args: Sequence[str] | None, default: GenerateConfig | None) -> int:
     words: dict[str, Any] = {} if default is None else {"default": default}
-    config = parsed(
-        lambda: tyro.cli(
-            GenerateConfig,
-            args=args,
-            prog="dlrm-bench data generate",
-            description=__doc__,
-            config=(tyro.conf.FlagCreatePairsOff,),
-            **words,
-        )
-    )
+    config = options_of(GenerateConfig, args, "data generate", __doc__, **words)
     generated, written = generate(config)
     print(
         f"{config.out}: {generated.events} events of {generated.users} users, {generated.train_anchors} samples of "

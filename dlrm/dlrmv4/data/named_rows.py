@@ -26,7 +26,7 @@ from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
 from dlrm_bench.dlrm.dlrmv4.data.packed import CANDIDATE, CONTEXT_ROWS, Packed
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
 
 _GROUPS = 4
@@ -128,15 +128,7 @@ def main(args: Sequence[str] | None, model: ModelConfig) -> int:
 
 
 def _run(args: Sequence[str] | None, model: ModelConfig) -> int:
-    config = parsed(
-        lambda: tyro.cli(
-            NamedRowsConfig,
-            args=args,
-            prog="dlrm-bench data rows",
-            description=__doc__,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    )
+    config = options_of(NamedRowsConfig, args, "data rows", __doc__)
     found = count_rows(config, model)
     if not found[0].samples:
         raise ValueError(f"{config.directory}: a quarter of the users has no sample in {config.windows} windows")

@@ -40,7 +40,7 @@ from dlrm_bench.dlrm.dlrmv4.data.limits import Limits
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import DAY, EVENT_TYPES, RAW_FILE, SESSION_GAP, RawEvents, reading
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -316,15 +316,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = parsed(
-        lambda: tyro.cli(
-            PreprocessConfig,
-            args=args,
-            prog="dlrm-bench data preprocess",
-            description=__doc__,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    )
+    config = options_of(PreprocessConfig, args, "data preprocess", __doc__)
     there = config.has_cache
     cache = preprocess(config)
     print(

@@ -25,7 +25,7 @@ from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 from dlrm_bench.dlrm.runtime.command_line import exit_status
-from dlrm_bench.dlrm.runtime.parsed import parsed
+from dlrm_bench.dlrm.runtime.parsed import options_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -105,15 +105,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str] | None) -> int:
-    config = parsed(
-        lambda: tyro.cli(
-            SpeedConfig,
-            args=args,
-            prog="dlrm-bench data speed",
-            description=__doc__,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    )
+    config = options_of(SpeedConfig, args, "data speed", __doc__)
     found = speed(config)
     print(
         f"{found.batches} batches of {config.local_batch_size}, {config.reader_threads} threads: "
