@@ -160,6 +160,11 @@ class StaticOptions:
         self._check_raw_ids(config.model.tables)
         self._check_dynamic_rows(config.model.tables, optimizer)
         require(
+            not self.presort_ids or config.model.tables.pooled,
+            "--presort-ids, --peer-memory and --table-memory are for pooled tables: leave them out for a model of "
+            "sequences",
+        )
+        require(
             not self.presort_ids or isinstance(optimizer, Adagrad),
             f"--presort-ids updates tables by exact Adagrad only: leave it out with --optimizer.embedding "
             f"{optimizer.name}",
@@ -167,10 +172,6 @@ class StaticOptions:
         require(
             not self.presort_ids or dim in (16, 32, 64, 128),
             f"--presort-ids updates rows of 16, 32, 64 or 128 columns: leave it out with --model.embedding-dim {dim}",
-        )
-        require(
-            self.table_memory is None or config.model.tables.pooled,
-            "--table-memory needs tables with pooled rows: leave it out for a model of sequences",
         )
         fbgemm = config.model.tables.pooled and not self.presort_ids
         require(

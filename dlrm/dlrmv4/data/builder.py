@@ -16,7 +16,7 @@ from dlrm_bench.dlrm.dlrmv4.data.cache import COLUMNS, Cache
 from dlrm_bench.dlrm.dlrmv4.data.collect import NO_ROOM, collect
 from dlrm_bench.dlrm.dlrmv4.data.compiled import compiled
 from dlrm_bench.dlrm.dlrmv4.data.crosses import context_rows
-from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
+from dlrm_bench.dlrm.dlrmv4.data.item_maps import MORE_EVENT_ROWS, ItemMaps
 from dlrm_bench.dlrm.dlrmv4.data.limits import CONTEXT, Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.packed import (
     CANDIDATE,
@@ -44,9 +44,14 @@ class BatchBuilder:
         """
         rows = rows or Rows()
         if cache.unique_uids[-1] >= rows.uid:
-            raise ValueError(f"{cache.folder} has user {cache.unique_uids[-1]}, and table uid has {rows.uid} rows")
+            raise ValueError(
+                f"{cache.folder} has user {cache.unique_uids[-1]}, and table uid has {rows.uid} rows: choose data of "
+                "fewer users, or train with more rows (--model.context-rows)"
+            )
         if len(maps) > rows.item:
-            raise ValueError(f"the maps have {len(maps)} items, and table item_id has {rows.item} rows")
+            raise ValueError(
+                f"the maps have {len(maps)} items, and table item_id has {rows.item} rows: {MORE_EVENT_ROWS}"
+            )
         self._cache, self._maps, self._pin = cache, maps, pin
         self._cross_rows = np.array(rows.crosses, dtype=np.uint64)
         self._scratch = threading.local()

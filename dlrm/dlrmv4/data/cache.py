@@ -110,7 +110,8 @@ def find_cache(root: Path) -> Path:
     found = complete_caches(root)
     if len(found) != 1:
         names = ", ".join(map(str, found)) or "none"
-        raise ValueError(f"{root} should hold one finished cache, processed_5b/hstu_cache_L4086: found {names}")
+        fix = "keep one of them" if found else "dlrm-bench data generate and data preprocess write one: name its folder"
+        raise ValueError(f"{root} should hold one finished cache, processed_5b/hstu_cache_L4086: found {names}; {fix}")
     return found[0]
 
 

@@ -105,7 +105,10 @@ def _user_findings(cache: Cache) -> Iterator[str]:
     if (start[empty] != -1).any() or (end[empty] != -1).any():
         yield f"{cache.folder}: user_start or user_end is not -1 for a user without events: {COPY_AGAIN}"
     if uids[-1] >= Rows().uid:
-        yield f"{cache.folder}/unique_uids.npy has user {uids[-1]}, beyond table uid's {Rows().uid} rows"
+        yield (
+            f"{cache.folder}/unique_uids.npy has user {uids[-1]}, and MLPerf's table uid has {Rows().uid} rows: choose "
+            "data of fewer users, or train with more rows (--model.context-rows)"
+        )
 
 
 def _event_findings(cache: Cache, maps: ItemMaps) -> Iterator[str]:

@@ -53,10 +53,15 @@ class EventDataset:
             )
         self._index = WindowIndex.open(self._cache)
         windows = len(self._index) - 1
-        if windows < 1 or (data.train_windows or 0) > windows:
+        if windows < 1:
+            raise ValueError(
+                f"{self._cache.folder} has one window, which evaluates, and none to train on: name data of more days "
+                "(--data.path)"
+            )
+        if (data.train_windows or 0) > windows:
             raise ValueError(
                 f"--data.train-windows is {data.train_windows}: {self._cache.folder} has {windows} training windows, "
-                "and one for evaluation"
+                "and one for evaluation: lower it or leave it out"
             )
         self.maps = ItemMaps.open(data.path, rows)
         self._rows, self._drop_last, self._deal = rows, data.drop_last_evaluation, data.deal

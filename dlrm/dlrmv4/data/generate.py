@@ -48,6 +48,9 @@ CHUNK_EVENTS = 4_000_000
 EVENT_BYTES = 40
 START = 60_480
 """Seconds until the first anchor, from which windows count: Yambda's 300 windows end 299.9 days after its begin."""
+MOST_DAYS = ((1 << 31) - START) // DAY
+LEAST_LAST_DAY = 0.0002
+"""More than two steps of time, so that the last window has one."""
 MEDIAN_EVENTS, SIGMA, MOST_EVENTS = 2_695.0, 1.129, 27_738.0
 """Events of a user: lognormal with Yambda's median, its mean (4,763) and its most."""
 
@@ -101,9 +104,10 @@ class GenerateConfig:
         ):
             if getattr(self, name) >= limit:
                 raise ValueError(f"--{name} is {getattr(self, name)}: the benchmark's table has {limit} rows")
-        if self.days < 2 or not 0 < self.last_day <= 1:
+        if not (2 <= self.days <= MOST_DAYS and LEAST_LAST_DAY <= self.last_day <= 1):
             raise ValueError(
-                f"--days {self.days} --last-day {self.last_day}: choose 2 days or more, the last 0 to 1 long"
+                f"--days {self.days} --last-day {self.last_day}: choose 2 to {MOST_DAYS} days, as times fit 31 bits, "
+                f"the last {LEAST_LAST_DAY} to 1 long"
             )
         if not (0 <= self.zipf < 1 and 0 <= self.seed < 1 << 62):
             raise ValueError(
@@ -146,7 +150,8 @@ def smoke_config(out: Path) -> GenerateConfig:
 def generate(config: GenerateConfig) -> tuple[Generated, bool]:
     """Writes the data unless they exist; returns their description, and whether they were written.
 
-    ValueError where OUT has other data or too little room, or cannot be written.
+    ValueError where OUT has other data or too little room, or cannot be written, and where no user has a sample in the
+    last window.
     """
     parameters = _parameters(config)
     if known := read_generated(config.out):
@@ -184,6 +189,11 @@ def _write(config: GenerateConfig, parameters: dict[str, Any]) -> Generated:
             writer.append(events)
             raw.append(events)
             best += counted
+        if not best[1].sum():  # before the cache is complete
+            raise ValueError(
+                f"{config.out}: no user has a sample in the last window: choose more --users, a longer --last-day, or "
+                "another --seed"
+            )
     index = prepare_windows(Cache.open(folder))
     assert len(index) == config.days, (len(index), config.days)
     generated = Generated(

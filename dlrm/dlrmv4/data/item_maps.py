@@ -10,6 +10,8 @@ from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
 
 FOLDER = "shared_metadata"
+MORE_EVENT_ROWS = "choose data of fewer ids, or train with more rows (--model.event-rows)"
+"""The fix for ids beyond a table of events."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,11 +35,15 @@ class ItemMaps:
         items = 1 + max(int(item.max(initial=0)) for item, _ in pairs)
         rows = rows or Rows()
         if items > rows.item:
-            raise ValueError(f"{root / FOLDER} knows item {items - 1}, and table item_id has {rows.item} rows")
+            raise ValueError(
+                f"{root / FOLDER} knows item {items - 1}, and table item_id has {rows.item} rows: {MORE_EVENT_ROWS}"
+            )
         maps = []
         for (item, value), name, limit in zip(pairs, ("artist", "album"), (rows.artist, rows.album), strict=True):
             if not 0 <= value.min(initial=0) <= value.max(initial=0) < limit:
-                raise ValueError(f"{map_path(root, name)}: an id lies outside of table {name}_id's {limit} rows")
+                raise ValueError(
+                    f"{map_path(root, name)}: an id lies outside of table {name}_id's {limit} rows: {MORE_EVENT_ROWS}"
+                )
             column = np.zeros(items, dtype=np.int32)
             column[item] = value  # in order: the last row of an item wins
             maps.append(column)

@@ -64,13 +64,15 @@ class NamedRows:
 
 
 def count_rows(config: NamedRowsConfig, model: ModelConfig) -> list[NamedRows]:
-    """Returns the rows that samples of a quarter, half and all of the users name, of the first windows."""
+    """Returns the rows that samples of a quarter, half and all of the users name, of the first windows; ValueError if
+    there are fewer to train on."""
     cache = Cache.open(find_cache(config.directory))
     index, rows = WindowIndex.open(cache), Rows(*model.rows)
-    if config.windows > len(index):
+    windows = len(index) - 1  # the last one evaluates
+    if config.windows > windows:
         raise ValueError(
-            f"--windows is {config.windows}, and {config.directory} has only {len(index)} windows: "
-            f"add --windows {len(index)}"
+            f"--windows is {config.windows}, and {config.directory} has only {windows} windows to train on: "
+            + (f"add --windows {windows}" if windows else "choose data of more days")
         )
     maps = ItemMaps.open(config.directory, rows)
     builder = BatchBuilder(cache, maps, rows)

@@ -74,11 +74,16 @@ def speed(config: SpeedConfig) -> Speed:
     """Returns the speed of one rank; ValueError if the data cannot be read or have too few samples."""
     cache = Cache.open(find_cache(config.directory))
     index = WindowIndex.open(cache)
+    if not 0 <= config.first_window < len(index) - 1:
+        raise ValueError(
+            f"--first-window is {config.first_window}, and {config.directory} has {len(index) - 1} windows to train "
+            "on, counted from 0: choose one of them, or data of more days"
+        )
     order = Order(index, config.first_window, len(index) - 1, config.world_size, config.local_batch_size)
     if len(order) < 3:
         raise ValueError(
             f"{config.directory} has {len(order)} batches of {config.world_size} x {config.local_batch_size} samples "
-            f"from window {config.first_window} on: choose smaller ones"
+            f"from window {config.first_window} on: lower --local-batch-size, --world-size or --first-window"
         )
     samples = RankSamples(BatchBuilder(cache, ItemMaps.open(config.directory)), order, 0, config.deal)
     warm = 2

@@ -42,6 +42,12 @@ def test_operations_of_a_sample(lengths: Lengths, whole: float, candidates: floa
     assert once.attention == last.attention
 
 
+def test_a_last_layer_of_candidates_sees_each_token_once() -> None:
+    """A candidate sees its whole sequence, in two products of `inner` columns forward and five backward."""
+    alone = flop_per_sample(replace(BENCHMARK, layers=1), EARLY, last_layer_candidates=True)
+    assert alone.attention == 2 * 7 * BENCHMARK.inner * EARLY.mean
+
+
 def test_operations_are_the_references_formula() -> None:
     """_hstu_layer_flops at 4,096 tokens: its README's 315.7 (10^9) for three layers."""
     flop = flop_per_sample(BENCHMARK, LONGEST)

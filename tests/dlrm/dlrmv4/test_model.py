@@ -47,3 +47,14 @@ def test_ranks_drop_alike_only_if_told(dropout_seed: str, alike: bool) -> None:
         seed_dropout(config, rank)
         masks.append(torch.nn.functional.dropout(torch.ones(1000)))
     assert torch.equal(*masks) == alike
+
+
+def test_the_device_of_a_rank_draws_from_the_seed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on a GPU draws from the GPU's generator alone: without its seed, a resumed run has other masks."""
+    devices = tuple(torch.Generator().manual_seed(0) for _ in range(2))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", devices)
+    seed_dropout(CONFIG, 0, 3)
+    assert [of.initial_seed() for of in devices] == [0, torch.default_generator.initial_seed()]
+    assert devices[1].initial_seed() != 0

@@ -16,7 +16,7 @@ from dlrm_bench.bench.run_files import LOG_NAME
 from dlrm_bench.dlrm.dlrmv4 import ruleset
 from dlrm_bench.dlrm.dlrmv4.batch import batch_of, batch_of_packed
 from dlrm_bench.dlrm.dlrmv4.cadence import cadence
-from dlrm_bench.dlrm.dlrmv4.config import Kernels, OptimizerConfig
+from dlrm_bench.dlrm.dlrmv4.config import Content, Kernels, OptimizerConfig
 from dlrm_bench.dlrm.dlrmv4.data.generate import generate, smoke_config
 from dlrm_bench.dlrm.dlrmv4.data.packed import by_items, expand
 from dlrm_bench.dlrm.dlrmv4.ladders import LADDERS
@@ -66,6 +66,18 @@ def test_a_packed_batch_is_the_batch_of_its_samples(folder: Path, kernels: Kerne
         torch.testing.assert_close(ours[2], found[2][2], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("content", ["events", "items"])
+def test_a_batch_names_its_distinct_items_only_if_told(folder: Path, content: Content) -> None:
+    """Losses do not show it: each row is the same however often it is looked up."""
+    config = replace(SMOKE, data=replace(SMOKE.data, path=folder), model=replace(SMOKE.model, content=content))
+    of_v4 = torchrec_model(config, SimpleNamespace(device=CPU, rank=0))  # type: ignore[arg-type]
+    batch = of_v4.batch(open_data(config).train_batches(0, 1, 32)[0]).to(CPU)
+    named, candidates = batch.features.length_per_key()[:2]
+    items = batch.features["item_id"].values()
+    assert (named, candidates) == (len(items), 32)
+    assert (batch.item is not None) == (len(items.unique()) == named) == (content == "items")
+
+
 def test_the_batch_of_zeros_can_be_evaluated(folder: Path) -> None:
     config = replace(SMOKE, data=replace(SMOKE.data, path=folder))
     ranks = SimpleNamespace(device=CPU, rank=0)
@@ -85,8 +97,10 @@ def test_in_place_copies_are_refused() -> None:
         torchrec_model(config, SimpleNamespace(device=CPU, rank=0))  # type: ignore[arg-type]
 
 
-def test_adam_follows_the_shortened_gradient() -> None:
-    config = OptimizerConfig(learning_rate=0.1, clip_norm=0.5)
+@pytest.mark.parametrize("clip_norm", [0.5, 0.0])
+def test_adam_follows_the_shortened_gradient(clip_norm: float) -> None:
+    """0: no limit, and not a gradient of no length."""
+    config = OptimizerConfig(learning_rate=0.1, clip_norm=clip_norm)
     skip = torch.zeros(())
     ours, theirs = ([torch.nn.Parameter(torch.ones(3) * n) for n in (1, 2)] for _ in range(2))
     adam = ClippedAdam(ours, skip, config)
@@ -96,7 +110,7 @@ def test_adam_follows_the_shortened_gradient() -> None:
             for n, weight in enumerate(weights):
                 weight.grad = torch.tensor([3.0, -1.0, 0.01]) * (n + step)
         adam.step()
-        torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        torch.nn.utils.clip_grad_norm_(theirs, clip_norm or 1e9)
         plain.step()
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other)

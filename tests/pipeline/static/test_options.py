@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.benchmark import StaticDenseOptions
 from dlrm_bench.dlrm.dcnv2.config import OptimizerConfig
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces
@@ -100,6 +101,15 @@ def test_dynamic_rows_of_pooled_tables_are_refused_where_they_cannot_be() -> Non
     for options, said in cases:
         with pytest.raises(ValueError, match=said):
             changed(small(), **fits | options)
+
+
+@pytest.mark.parametrize("options", [{}, {"peer_memory": True}, {"table_memory": "0.5"}])
+def test_sorted_ids_are_refused_for_models_of_sequences(options: dict[str, Any]) -> None:
+    said = (
+        "--presort-ids, --peer-memory and --table-memory are for pooled tables: leave them out for a model of sequences"
+    )
+    with pytest.raises(ValueError, match=said):
+        changed(preset("smoke-dlrmv4"), "static", presort_ids=True, **options)
 
 
 def test_raw_ids_need_places_and_have_no_table_to_be_checked_against() -> None:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,20 @@ class Recorded:
         return [work.args[1:] for work in self.works]
 
 
+class Noted(IterationStreams):
+    """Notes when the host limits its run ahead, and when an iteration has been launched."""
+
+    def __init__(self, launches: list[str]) -> None:
+        super().__init__(torch.device("cpu"), overlap=False)
+        self._launches = launches
+
+    def limit_run_ahead(self) -> None:
+        self._launches.append("limited")
+
+    def end_iteration(self) -> None:
+        self._launches.append("launched")
+
+
 class Run:
     """A lane over batches of given tokens, and of `ids` where these are given by the batch's number."""
 
@@ -60,27 +75,48 @@ class Run:
         self.graphs: Recorded = graphs
         self.eager: list[int] = []
         self.read = 0
+        self.agreements: list[tuple[str, int]] = []
+        """What happens to a slot's agreement on its ids, with the number of the slot over all spaces."""
+        self.launches: list[str] = []
+        """What the host does about its run ahead, and the batches that it names."""
         self._batches = self._made(tokens, ids or {})
-        tables = SimpleNamespace(eager_rows=lambda rows: None, expect=lambda rows: None)
-        slots = (SimpleNamespace(rows=None), SimpleNamespace(rows=None))
-        new_space: Any = lambda room: SimpleNamespace(tables=tables, slots=slots)  # noqa: E731
+        self._slots = 0
         one_rank: Any = SimpleNamespace(world_size=1)
         nothing: Any = SimpleNamespace(
-            input_dist=lambda *_: None, name=lambda *_: None, padded=lambda batch, room: batch
+            input_dist=lambda _, slot: self.agreements.append(("distributed", slot.rows)),
+            name=lambda batch: self._name(batch),
+            padded=lambda prepared, room: replace(prepared, batch=SimpleNamespace(room=room), room=room),
         )
-        streams = IterationStreams(torch.device("cpu"), overlap=False)
+        self.streams = Noted(self.launches)
         self.lane = Lane(
-            lambda space, slot, room: self.eager.append(room),
-            *(new_space, IdRoom(*IDS), nothing, nothing, nothing, Agreement(one_rank), streams, graphs),
+            self._work,
+            *(self._new_space, IdRoom(*IDS), nothing, nothing, nothing, Agreement(one_rank), self.streams, graphs),
             forget_all=lambda: self.lane.forget(),
             ahead=AHEAD,
         )
 
+    def _new_space(self, room: IdRoom) -> Any:
+        tables = SimpleNamespace(
+            eager_rows=lambda rows: self.agreements.append(("read", rows)),
+            expect=lambda rows: self.agreements.append(("expected", rows)),
+        )
+        self._slots += 2
+        return SimpleNamespace(tables=tables, slots=[SimpleNamespace(rows=self._slots - n) for n in (2, 1)])
+
+    def _name(self, batch: Any) -> None:
+        assert batch is None or batch.room == self.lane.room.batch, "the device copies the bytes of its own room"
+        self.launches.append("named")
+
+    def _work(self, space: Any, slot: int, room: int) -> None:
+        self.agreements.append(("distributed", space.slots[1 - slot].rows))
+        self.eager.append(room)
+
     def _made(self, tokens: Sequence[int], ids: dict[int, tuple[int, int, int]]) -> Iterator[Prepared]:
         for number, count in enumerate(tokens):
             self.read += 1
-            batch: Any = SimpleNamespace(number=number)
-            yield Prepared(batch, BatchRoom(*IDS[:2]), Needs(*ids.get(number, IDS), count))
+            room = BatchRoom(*IDS[:2])
+            batch: Any = SimpleNamespace(number=number, room=room)
+            yield Prepared(batch, room, Needs(*ids.get(number, IDS), count))
 
     def runs(self, count: int) -> None:
         for _ in range(count):
@@ -200,6 +236,53 @@ def test_batches_are_read_so_far_ahead_and_run_to_the_last(count: int) -> None:
     run._batches = Run([1000] * 3)._batches
     with pytest.raises(ValueError, match="give one iterator over all of them"):
         run.lane.run(run._batches)
+
+
+def test_the_host_reads_of_each_input_dist_what_ranks_agreed_on_in_it() -> None:
+    """On a GPU, the number of the slot's previous batch is still there when the host reads too early: it has to be
+    cleared before each input dist, whatever launches it, also where it distributes a batch again."""
+    run = Run([1000] * 16, {5: (2000, 10, 10), 14: (10, 9000, 10)})
+    run.graphs.run = lambda number: run.graphs.works[number]()
+    for _ in range(2):
+        while not run.ends():
+            pass
+        run.lane.reset()
+        run._batches = Run([1000] * 3)._batches
+    assert run.lane.space.slots[0].rows == 4, "two larger spaces"
+    by_slot = [[what for what, of in run.agreements if of == slot] for slot in range(run._slots)]
+    for found in by_slot:
+        while found:
+            assert found[:2] == ["expected", "distributed"]
+            del found[: 3 if "read" in found[2:3] else 2]
+    assert sum(what == "read" for what, _ in run.agreements) == 16 + 3
+
+
+def test_the_host_names_no_batch_without_a_limit_on_its_run_ahead() -> None:
+    """The ring of named batches has as many places as the limit allows iterations; the first batch, and one that needs
+    a larger space, are launched alone."""
+    run = Run([1000] * 12, {5: (2000, 10, 10)})
+    while not run.ends():
+        pass
+    assert run.lane.grown == 1
+    assert run.launches == ["limited", "named", "launched"] * (12 + 2)
+
+
+def test_a_batch_is_padded_to_the_space_if_only_its_items_have_another_room() -> None:
+    ids = {number: (10, 3000 if number == 5 else 10, 10) for number in range(12)}
+    run = Run([1000] * 12, ids)
+    run.runs(12)
+    assert run.lane.room.batch == BatchRoom(IDS[0], 5120)
+
+
+def test_a_larger_space_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that still run write to memory of the old space, on the host too."""
+    run, order = Run([1000] * 12, {5: (2000, 10, 10)}), []
+    new_space = run._new_space
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("is idle"))
+    monkeypatch.setattr(run.lane, "_new_space", lambda room: order.append("has a new space") or new_space(room))
+    run.runs(5)
+    assert order == ["is idle", "has a new space"]
 
 
 def test_warm_up_batches_leave_no_range_behind() -> None:

@@ -165,15 +165,21 @@ def test_trains_what_stock_trains(
         assert 1 <= captures <= len(roomy["iteration"]["batches_by_room_for_tokens"]) + 1
 
 
+def with_one_row(folder: Path, pipeline: str) -> RunConfig:
+    """Batches of one sample, and a table that has a row on the first rank alone."""
+    config = small(folder, pipeline, 1)
+    return replace(config, model=replace(config.model, context_rows=(*config.model.context_rows[:-1], 1)))
+
+
 def from_state(ranks: Ranks, folder: Path) -> dict[str, Trained]:
-    results = {name: train(ranks, small(folder, name, 1), half=5) for name in ("torchrec", "static")}
+    results = {name: train(ranks, with_one_row(folder, name), half=5) for name in ("torchrec", "static")}
     for name, other in (("torchrec", "static"), ("static", "torchrec")):
-        results[f"from {name}"] = train(ranks, replace(small(folder, other, 1), seed=1), results[name].state, 5)
+        results[f"from {name}"] = train(ranks, replace(with_one_row(folder, other), seed=1), results[name].state, 5)
     return results
 
 
 def test_states_move_between_it_and_stock(run_ranks: Callable[..., list[Any]], folder: Path) -> None:
-    """Of batches of one sample a rank."""
+    """Of batches of one sample a rank, with a table of fewer rows than ranks."""
     for rank in run_ranks(2, from_state, folder):
         assert_equal(rank["static"], rank["torchrec"])
         for name in ("torchrec", "static"):
@@ -232,10 +238,30 @@ def test_around_the_training(run_ranks: Callable[..., list[Any]], folder: Path) 
         assert found == dict.fromkeys(found, True)
 
 
+def diverge(ranks: Ranks, folder: Path) -> tuple[bool, bool]:
+    """Whether a warm-up at a rate at which the loss is lost leaves all bits, and whether weights change after it."""
+    config = small(folder, "static")
+    config = replace(config, optimizer=replace(config.optimizer, learning_rate=1e30, ramp_steps=0))
+    pipeline: Any = build_pipeline(config, config.pipeline, ranks)
+    before, look, flags = state_bits(pipeline), pipeline._guard.look, []
+    pipeline._guard.look = lambda losses: (look(losses), flags.append(int(pipeline._guard.watch.stopped)))
+    pipeline.warm_up(evaluates=False)
+    assert flags[0] == 0 < flags[-1]
+    left = equal(before, state_bits(pipeline))
+    pipeline.set_learning_rate(1e-3)
+    pipeline.train_step(map(pipeline.prepare, drawn(config, ranks)))
+    return left, not equal(before, state_bits(pipeline))
+
+
+def test_a_warm_up_that_diverges_stops_no_training(run_ranks: Callable[..., list[Any]], folder: Path) -> None:
+    assert run_ranks(1, diverge, folder) == [(True, True)]
+
+
 def go_on(ranks: Ranks, folder: Path) -> tuple[list[float], list[float], Any, Any]:
     """Returns the losses of the second half of a training, and of one that resumes there, and both's rooms."""
     without_room()
     config = small(folder, "static")
+    config = replace(config, model=replace(config.model, input_dropout=0.2))
     batches = drawn(config, ranks)
     straight: Any = build_pipeline(config, config.pipeline, ranks)
     later: Any = build_pipeline(config, config.pipeline, ranks)

@@ -13,10 +13,11 @@ from dlrm_bench.dlrm.data.loader import Prefetcher
 from dlrm_bench.dlrm.dlrmv4.data import plain
 from dlrm_bench.dlrm.dlrmv4.data.builder import BatchBuilder
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache
+from dlrm_bench.dlrm.dlrmv4.data.collect import NO_ROOM, collect
 from dlrm_bench.dlrm.dlrmv4.data.deal import RankSamples
 from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
-from dlrm_bench.dlrm.dlrmv4.data.packed import PackedLayout, expand
+from dlrm_bench.dlrm.dlrmv4.data.packed import LENGTH, PackedLayout, expand
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex, prepare_windows
 from dlrm_bench.dlrm.dlrmv4.samples import Samples
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -63,6 +64,28 @@ def test_anchors_in_any_order(tmp_path, limits):
     cache, maps = random_cache(tmp_path, limits, users=6, events=100), random_maps()
     numbers = np.random.default_rng(3).choice(len(cache.positions), 60)
     assert_equal(expanded(BatchBuilder(cache, maps), maps, numbers), plain.samples(cache, maps, Rows(), numbers))
+
+
+def test_a_history_that_slides_needs_room_for_every_event_between_two_anchors(tmp_path):
+    """The loop writes to memory without a check of bounds."""
+    limits = Limits(history=9, min_history=9, scan=10_000, window_seconds=20_000)
+    cache = random_cache(tmp_path, limits, users=40, events=200)
+    anchors = cache.positions[cache.uid[cache.positions] == cache.uid[cache.positions[0]]][[0, -1]]
+    flags = (cache.is_listen_plus, cache.is_like, cache.is_skip)
+
+    def collected(room: int) -> int:
+        events, actions = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.uint8)
+        samples = np.zeros((LENGTH + 1, 2), dtype=np.int32)
+        columns = cache.uid, cache.user_start, *flags
+        return collect(anchors, *columns, limits.pool, limits.scan, events, actions, samples)[0]
+
+    alone = np.zeros((LENGTH + 1, 1), dtype=np.int32)
+    scratch = np.zeros(limits.history, dtype=np.int64), np.zeros(limits.history, dtype=np.uint8)
+    first, _ = collect(anchors[:1], cache.uid, cache.user_start, *flags, limits.pool, limits.scan, *scratch, alone)
+    needed = first + int(anchors[1] - anchors[0])
+    assert needed > limits.history
+    assert collected(needed) > first
+    assert collected(needed - 1) == NO_ROOM
 
 
 def test_neighbours_share_their_events(tmp_path):
@@ -145,9 +168,9 @@ def test_a_mapped_file_that_is_cut_short(tmp_path, name):
 
 
 def test_tables_too_small_are_named(cache, maps):
-    with pytest.raises(ValueError, match="table uid has 12 rows"):
+    with pytest.raises(ValueError, match=r"table uid has 12 rows: .* \(--model\.context-rows\)"):
         BatchBuilder(cache, maps, Rows(uid=12))
-    with pytest.raises(ValueError, match="table item_id has 59 rows"):
+    with pytest.raises(ValueError, match=r"table item_id has 59 rows: .* \(--model\.event-rows\)"):
         BatchBuilder(cache, maps, Rows(item=59))
     BatchBuilder(cache, maps, Rows(uid=13, item=60))
 

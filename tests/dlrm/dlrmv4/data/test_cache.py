@@ -61,7 +61,14 @@ def test_refuses_other_limits_and_names_without_any(tmp_path):
     folder = copy_of(tmp_path).rename(tmp_path / "cache")
     with pytest.raises(ValueError, match="does not end in a history's length"):
         read_limits(folder)
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="found none; dlrm-bench data generate and data preprocess write one"):
+        find_cache(tmp_path)
+
+
+def test_a_folder_of_two_caches_is_refused(tmp_path):
+    copy_of(tmp_path / "processed_5b" / "a").rename(tmp_path / "processed_5b" / "hstu_cache_L9")
+    copy_of(tmp_path / "processed_5b" / "b").rename(tmp_path / "processed_5b" / "hstu_cache_L8")
+    with pytest.raises(ValueError, match=r"found .*hstu_cache_L8, .*hstu_cache_L9; keep one of them"):
         find_cache(tmp_path)
 
 

@@ -14,6 +14,7 @@ from dlrm_bench.dlrm.dlrmv4.data import check as module
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.check import check, main
 from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, generate
+from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
 from dlrm_bench.dlrm.dlrmv4.data.mlperf_checksums import MD5, SHA256
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 
@@ -40,6 +41,14 @@ def test_all_is_well(made, root, capsys):
     assert check(CheckConfig(directory=root)).findings == []
     assert main([str(made)]) == 0
     assert "all well" in capsys.readouterr().out
+
+
+def test_a_user_beyond_the_benchmarks_table_is_named(made, monkeypatch):
+    monkeypatch.setattr(module, "Rows", lambda: Rows(uid=60))
+    (finding,) = check(CheckConfig(directory=made)).findings
+    assert re.search(r"has user 60, and MLPerf's table uid has 60 rows: .* \(--model\.context-rows\)", finding)
+    monkeypatch.setattr(module, "Rows", lambda: Rows(uid=61))
+    assert check(CheckConfig(directory=made)).findings == []
 
 
 def test_an_index_that_is_not_there_is_written(made):

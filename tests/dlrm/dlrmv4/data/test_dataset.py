@@ -150,15 +150,21 @@ assert before == [list(loop.signatures) for loop in loops]
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_bad_input_is_named(folder: Path, tmp_path: Path) -> None:
+def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"--data\.path .*nowhere .* generate a small data set"):
         opened(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"histories of 63 events, and --model\.max-history is 99"):
         EventDataset(replace(SMOKE.data, path=folder), replace(SMOKE.model, max_history=99))
-    with pytest.raises(ValueError, match=r"--data\.train-windows is 9: .* has 4 training windows"):
+    with pytest.raises(
+        ValueError, match=r"--data\.train-windows is 9: .* has 4 training windows.*: lower it or leave it out"
+    ):
         opened(folder, train_windows=9)
     with pytest.raises(ValueError, match="table item_id has 100 rows"):
         EventDataset(DataConfig(path=folder), replace(SMOKE.model, event_rows=(100, 501, 1501)))
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowIndex, "__len__", lambda index: 1)
+        with pytest.raises(ValueError, match=r"has one window.* name data of more days \(--data\.path"):
+            opened(folder)
     with pytest.raises(ValueError, match="none of 4 windows has the 2 \\* 100000 samples"):
         opened(folder).train_batches(0, WORLD, 100_000)
 

@@ -17,6 +17,7 @@ from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import LOCK, CacheWriter
 from dlrm_bench.dlrm.dlrmv4.data.check import check
 from dlrm_bench.dlrm.dlrmv4.data.generate import (
+    LEAST_LAST_DAY,
     GenerateConfig,
     auc,
     generate,
@@ -257,11 +258,30 @@ def test_a_disk_that_is_full_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"users": 0}, {"users": 10**7}, {"items": 10**8}, {"days": 1}, {"last_day": 0.0}, {"zipf": 1.0}, {"repeats": 0.9}],
+    [
+        {"users": 0},
+        {"users": 10**7},
+        {"items": 10**8},
+        {"days": 1},
+        {"days": 24_855},
+        {"last_day": 0.0},
+        {"zipf": 1.0},
+        {"repeats": 0.9},
+    ],
 )
 def test_configurations_are_checked(tmp_path, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong)).replace("_", "-")):
         GenerateConfig(out=tmp_path, **wrong)
+
+
+def test_the_least_that_can_be_made(tmp_path):
+    """One user: with seed 20, its last event is no listen, and so no sample; there is no complete cache then."""
+    config = dataclasses.replace(smoke_config(tmp_path), users=1, seed=20)
+    with pytest.raises(ValueError, match="no user has a sample in the last window: choose more --users"):
+        generate(config)
+    found, written = generate(dataclasses.replace(config, seed=1, days=2, last_day=LEAST_LAST_DAY))
+    assert written
+    assert (found.windows, found.eval_anchors) == (2, 1)
 
 
 def test_limits_scale_with_the_history(tmp_path):

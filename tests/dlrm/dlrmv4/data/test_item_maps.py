@@ -33,8 +33,8 @@ def test_written_maps_are_read_back(tmp_path):
     [
         ({"artist_id": [1, None], "item_id": [1, 2]}, "without an id"),
         ({"artist_id": [1], "item_id": [-1]}, "negative item"),
-        ({"artist_id": [1_293_395], "item_id": [1]}, "outside of table artist_id"),
-        ({"artist_id": [1], "item_id": [9_390_624]}, "table item_id has"),
+        ({"artist_id": [1_293_395], "item_id": [1]}, r"outside of table artist_id.* \(--model\.event-rows\)"),
+        ({"artist_id": [1], "item_id": [9_390_624]}, r"table item_id has .* \(--model\.event-rows\)"),
         ({"artist": [1], "item_id": [1]}, "cannot be read"),
     ],
 )

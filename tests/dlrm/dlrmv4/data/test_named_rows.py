@@ -42,6 +42,11 @@ def test_counts_what_batches_name(root: Path) -> None:
     assert 0 <= items - found[-1].rows[0] < 0.02 * items  # some events are in no history's pool
 
 
+def test_the_window_that_evaluates_is_none_of_the_trainings(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"--windows is 20, and .* has only 19 windows to train on: add --windows 19"):
+        count_rows(NamedRowsConfig(directory=root, windows=20), SMOKE.model)
+
+
 def test_extrapolates_keys_and_not_rows() -> None:
     model = training("mlperf-dlrmv4").model
     half, whole = ((100,) * 11, (150, *(200,) * 10))
@@ -68,4 +73,6 @@ def test_prints_a_table(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "GB on each of 2" in text
     assert len(text.splitlines()) == 1 + 12 + 2
     assert main([str(root), "--windows", "500"], SMOKE.model) != 0
-    assert re.search(r"--windows is 500, and .* has only (\d+) windows: add --windows \1\n", capsys.readouterr().err)
+    assert re.search(
+        r"--windows is 500, and .* has only 19 windows to train on: add --windows 19\n", capsys.readouterr().err
+    )

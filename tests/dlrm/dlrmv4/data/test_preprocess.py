@@ -13,7 +13,7 @@ import pytest
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter
 from dlrm_bench.dlrm.dlrmv4.data.generate import GenerateConfig, generate
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import FOLDER, ItemMaps, map_path
-from dlrm_bench.dlrm.dlrmv4.data.preprocess import PreprocessConfig, main, preprocess
+from dlrm_bench.dlrm.dlrmv4.data.preprocess import PreprocessConfig, Split, main, preprocess, training_events
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import RAW_FILE
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 from tests.dlrm.dlrmv4.data.conftest import REFERENCE
@@ -76,6 +76,21 @@ def test_generated_events_come_back_to_the_byte(tmp_path):
     assert len(files) == 17
     for path in files:
         assert (out / path.relative_to(made)).read_bytes() == path.read_bytes(), path.name
+
+
+def test_an_event_at_a_bound_belongs_to_what_begins_there(tmp_path):
+    """As in the reference; an event of the very last second is in neither part."""
+    split = Split.of(PreprocessConfig(raw=tmp_path, out=tmp_path, train_days=2), 0, 400_000)
+    bounds = [split.train_start, split.train_end, split.test_start, split.test_end]
+    times = [time + more for time in bounds for more in (-1, 0)]
+    kinds = {"item_id": 1, "is_organic": 1, "played_ratio_pct": 90, "event_type": 0}
+    kept = training_events(tmp_path, pl.DataFrame({"uid": 5, "timestamp": times, **kinds}), split)
+    assert kept.timestamp.tolist() == [split.train_start, split.train_end - 1]
+    assert split.test_events == 2
+    times = [split.train_start + after for after in (0, 1_800, 3_601)]  # only more than half an hour ends a session
+    before = split.sessions
+    training_events(tmp_path, pl.DataFrame({"uid": 5, "timestamp": times, **kinds}), split)
+    assert split.sessions == before + 2
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,14 @@ def test_stops_when_the_time_is_over(root, capsys):
 
 
 def test_too_few_samples_are_named(root):
-    with pytest.raises(ValueError, match="has 0 batches of 8 x 100000"):
+    with pytest.raises(ValueError, match=r"has 0 batches of 8 x 100000 .*: lower --local-batch-size"):
         speed(SpeedConfig(directory=root, local_batch_size=100_000))
     with pytest.raises(ValueError, match="--seconds"):
         SpeedConfig(directory=root, seconds=0)
+
+
+@pytest.mark.parametrize("window", [-1, 19])
+def test_a_first_window_that_is_not_trained_on_is_named(root, window):
+    """The last of 20 windows evaluates."""
+    with pytest.raises(ValueError, match=rf"--first-window is {window}, and .* has 19 windows to train on.*: choose"):
+        speed(SpeedConfig(directory=root, local_batch_size=8, first_window=window))

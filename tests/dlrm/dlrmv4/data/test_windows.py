@@ -61,18 +61,20 @@ def test_a_prepared_index_is_opened_and_anothers_refused(cache, tmp_path):
     [
         ("ranges", (0, 0), -1, "ranges that begin at anchor -1"),
         ("ranges", (-1, 0), 10**6, "ranges that begin at anchor 1000000, and the cache has"),
+        ("ranges", (-1, 0), None, "ranges that begin"),
         ("ranges", (-1, 1), -3, "ranges that begin"),
         ("windows", (0, 0), 1, "does not divide the .* ranges"),
         ("windows", (-1, 0), 10**6, "does not divide the .* ranges"),
     ],
 )
 def test_a_damaged_index_is_not_opened(cache, tmp_path, name, place, value, message):
+    """value: None for the first number that is no anchor's."""
     folder = shutil.copytree(cache.folder, tmp_path / cache.folder.name)
     copy = Cache.open(folder)
     prepare_windows(copy)
     (path,) = folder.glob(f"{name}_*.npy")
     array = np.load(path)
-    array[place] = value
+    array[place] = len(copy.positions) if value is None else value
     np.save(path, array)
     with pytest.raises(ValueError, match=rf"windows_.*{message}.*: delete it and prepare it again"):
         WindowIndex.open(copy)

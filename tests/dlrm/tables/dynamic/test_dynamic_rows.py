@@ -26,6 +26,7 @@ from tests.dlrm.tables.sequence.test_sequence_tables import (
     one_rank,
     state_of,
 )
+from tests.late_device import LateDevice
 
 STEPS = 30
 
@@ -130,6 +131,29 @@ def test_a_batch_without_places_is_refused_on_every_rank(run_ranks: Any, world_s
         assert unchanged
         assert "names new rows, and a rank has no place left" in text
     assert "--dynamic-rows 260" in found[-1][2]
+
+
+def full_in_longer_lists(ranks: Ranks) -> list[str]:
+    """What is said of two batches whose rows are more than a list takes, the second also more than there are places
+    for."""
+    entries, said = TIGHT.list_entries(ranks.world_size), []
+    tables = dynamic_tables(ranks, entries + 4, capacity=TIGHT)
+    rows, nobody = tables.empty_ids(), torch.zeros(0, dtype=torch.int32)
+    with LateDevice():
+        for count in (entries + 4, entries + 5):
+            ids = [ranks.world_size * torch.arange(count, dtype=torch.int32), nobody, nobody]  # all of the first rank
+            try:
+                said.append("fits" if distributed(tables, in_places(ids, TIGHT), rows)[1] else "fits a list")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_batch_without_places_for_its_longer_lists_is_refused(run_ranks: Any) -> None:
+    """Also where the device is late: ranks agree on lists, and then on places, by the same number on the host."""
+    for fits, lacks in run_ranks(2, full_in_longer_lists):
+        assert fits == "fits"
+        assert "a rank has no place left for 1 of them" in lacks
 
 
 def refusal(evicts: bool) -> str:
