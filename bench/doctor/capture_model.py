@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch.jit import ScriptModule
 from torch.nn.parallel import DistributedDataParallel
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -20,8 +21,10 @@ def of_model(model: Any, root: Any, sharded: Mapping[str, tuple[Any, Any]]) -> I
     if getattr(model, "model_trackers", None):
         yield "a model tracker counts the calls of the model, of which a graph makes none: leave it out"
     inside = {id(module) for one, _ in sharded.values() for module in one.modules()}
-    hooked = [name or "the model" for name, of in root.named_modules() if id(of) not in inside and _has_hooks(of)]
-    if hooked:
+    outside = [(name or "the model", of) for name, of in root.named_modules() if id(of) not in inside]
+    if scripted := [name for name, of in outside if isinstance(of, ScriptModule)]:
+        yield f"torch.jit.script has compiled {_some(scripted)}: take torch.compile, or leave it uncompiled"
+    if hooked := [name for name, of in outside if _has_hooks(of)]:
         yield f"hooks of {_some(hooked)} would run at captures only: remove them"
     for name, (module, _) in sharded.items():
         if (processors := getattr(module, "_feature_processors", None)) is not None:

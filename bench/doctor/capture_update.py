@@ -18,6 +18,7 @@ def of_optimizer(optimizer: Any) -> Iterator[str]:
     used = [one for one in _innermost(optimizer) if any(group["params"] for group in one.param_groups)]
     whys = [
         *map(_who_waits, _levels(optimizer)),
+        *map(_zeroes_as_told, _levels(optimizer)),
         _does_more(optimizer),
         *map(_why_never, used),
         *map(_why_not_now, used),
@@ -88,7 +89,7 @@ def _why_never(optimizer: Any) -> str | None:
     of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
     if not of_torch and "capturable" in optimizer.defaults and not (_is_marked(optimizer) or capturable):
         return f"{kind} has a step of its own: set capturable=True, or {_MARK} = True in its class"
-    keeps = type(optimizer).zero_grad is not torch_optimizer.Optimizer.zero_grad or "zero_grad" in vars(optimizer)
+    keeps = type(optimizer).zero_grad is not torch_optimizer.Optimizer.zero_grad
     if keeps and not _is_marked(optimizer):
         return f"{kind} has a zero_grad of its own, which no replay calls: leave it out, or set {_MARK} = True there"
     if any(base.__name__ == "NAdam" for base in type(optimizer).__mro__) and not capturable:
@@ -111,6 +112,13 @@ def _who_waits(optimizer: Any) -> str | None:
     if replaced or any(getattr(hook, "__module__", "") != f"{__package__}.hook" for hook in hooks):
         return f"hooks, or a step in the place of {type(optimizer).__name__}'s, wait for its calls: leave them out"
     return None
+
+
+def _zeroes_as_told(optimizer: Any) -> str | None:
+    """Returns that somebody has put a function in the place of the optimizer's zero_grad."""
+    if "zero_grad" not in vars(optimizer):
+        return None
+    return f"{type(optimizer).__name__} was given another zero_grad, which no replay calls: leave it out"
 
 
 def _why_not_now(optimizer: Any) -> str | None:

@@ -59,13 +59,18 @@ class CapturedUpdate:
     def look(self) -> tuple[bool, str | None]:
         """Returns whether a graph with the last prepared step is still valid, and the obstacle to capturing the step
         now. Must be called before every step, with its gradients in place."""
+        if self.why_not is not None:
+            return True, None  # the step runs after the graph
         watched, scaled, prepared = any(map(is_watched, self._all)), False, True
+        keeping = next(filter(_zeroes_as_told, self._all), None)
         for _, work in self._works:
             work.look()
             scaled = scaled or work.is_scaled
             prepared = prepared and work.prepared
         if watched or scaled:
             return False, WATCHED if watched else reasons.SCALED()
+        if keeping is not None:
+            return False, reasons.GIVEN_ZERO_GRAD(kind=type(keeping).__name__)
         if prepared:
             return True, None
         return False, next((why for _, work in self._works if (why := work.why_not_now()) is not None), None)
@@ -148,14 +153,21 @@ def _steps_alone(optimizer: Any) -> bool:
 
 def _keeps(inner: torch.optim.Optimizer) -> str | None:
     """Returns that an innermost optimizer may keep gradients for the next step."""
-    own = type(inner).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(inner)
+    own = type(inner).zero_grad is not torch.optim.Optimizer.zero_grad
     return reasons.OWN_ZERO_GRAD(kind=type(inner).__name__) if own and not is_marked(inner) else None
+
+
+def _zeroes_as_told(optimizer: Any) -> bool:
+    """Whether somebody has put a function in the place of an optimizer's zero_grad, which may keep gradients."""
+    return "zero_grad" in vars(optimizer)
 
 
 def _does_more(optimizer: Any) -> str | None:
     """Returns the name of an optimizer whose step may do more than launch work; None if no step does."""
     if is_watched(optimizer):
         return WATCHED
+    if _zeroes_as_told(optimizer):
+        return reasons.GIVEN_ZERO_GRAD(kind=type(optimizer).__name__)
     if type(optimizer) is CombinedOptimizer:
         return next((why for _, part in optimizer.optimizers if (why := _does_more(part)) is not None), None)
     if isinstance(optimizer, FusedOptimizer) or _steps_alone(optimizer):

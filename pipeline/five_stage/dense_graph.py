@@ -7,7 +7,7 @@ replayed by some ranks and not by others, which NCCL does not support.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Kind = tuple[tuple[Any, ...], tuple[int, ...]]
+
+
+def kind_of(fields: Iterable[Any], rows: Iterable[int]) -> Kind:
+    """Returns the shapes of a batch's tensors, and the numbers of its looked-up vectors."""
+    return tuple(of.shape for of in fields if isinstance(of, Tensor)), tuple(rows)
+
 
 class DenseGraph:
     """Forward, loss and backward of the unwrapped model, then the mean of its gradients over all ranks.
@@ -47,9 +54,10 @@ class DenseGraph:
     Gradients come from torch.autograd.grad, which runs no AccumulateGrad: neither DDP's hooks nor those that a user
     registers there see them. They stay in flat buffers, and `all_reduce` makes them the parameters' `.grad`, for the
     user's optimizer, whose learning rate is unaffected. A graph freezes everything that Python decides: control flow
-    and Python numbers of the model stay as they were at the capture. Parameters and buffers that move, and modules
-    that change their mode, are detected: batches then run eagerly until WARM_UP batches show no change, and graphs are
-    captured again. A parameter that is frozen or unfrozen after the first batch is an error, as with DDP.
+    and Python numbers stay as they were at the capture. Parameters and buffers that move, modules that change their
+    mode, and other values in modules' attributes, are detected: batches then run eagerly until WARM_UP batches show no
+    change, and graphs are captured again. Values that the forward itself changes keep it out of graphs. A parameter
+    that is frozen or unfrozen after the first batch is an error, as with DDP.
 
     Models that torch.autograd.grad cannot run, such as checkpoints with use_reentrant=True, are detected in the first
     batch: then it and all others run with Tensor.backward, on every rank. However a rank computes its gradients, an
@@ -79,6 +87,9 @@ class DenseGraph:
         self._settling = 0
         """Number of batches still to run eagerly after a change."""
         self._change: str | None = None
+        self._kind: Kind = ((), ())
+        """That of the batch that runs, or is captured."""
+        self._captures = False
         make = partial(dist.new_group, ranks, timeout=group_timeout(), use_local_synchronization=True)
         self.group = group = lend_group("dense", ranks, make)
         self.gradients = FlatGradients([*named.values(), *processors], device, group, late=len(processors))
@@ -138,7 +149,9 @@ class DenseGraph:
         if self.failure is None and self._own_graphs:
             graph = self._graph_of(fields, batch, features, lookups, outputs)
         if graph is None:
-            return self._eager(batch, features, lookups, outputs)
+            result = self._eager(batch, features, lookups, outputs)
+            self._frozen.ran(kind_of(fields, map(len, outputs.values)))
+            return result
         self.gradients.restore(graph.used)
         return graph.replay(fields, outputs)
 
@@ -165,8 +178,10 @@ class DenseGraph:
         """Runs forward and backward for another graph's capture, or eagerly in the same way, with a batch in memory
         that stays. The parameters' gradients are then to be given to `keep` or `reduce`. wait: for the outputs, on the
         current stream."""
-        leaves = outputs.leaves()
-        made = self._runs.make(batch, features, leaves, lookups, capturing=True, mark=streams.mark, wait=wait)
+        self._kind = kind_of(leaves(batch, set(map(id, features))), map(len, outputs.values))
+        made = self._runs.make(batch, features, outputs.leaves(), lookups, capturing=True, mark=streams.mark, wait=wait)
+        if not self._captures:
+            self._frozen.ran(self._kind)
         self._runs.check(made)
         return made
 
@@ -202,13 +217,16 @@ class DenseGraph:
         self.failure = self.failure or self._runs.collectives
 
     def before_capture(self) -> None:
-        """Notes the tensors that modules have as plain attributes, which a graph keeps."""
+        """Notes the tensors that modules have as plain attributes, which a graph keeps, and values."""
         self._frozen.watch_attributes()
+        self._captures = True
 
     def put_back(self) -> str | None:
-        """Restores parameters, buffers and attributes that a capture has replaced; returns the first one in words."""
-        replaced = self._frozen.put_back()
-        return None if replaced is None else f"its forward puts another tensor in the place of {replaced}"
+        """Restores parameters, buffers, attributes and values that a capture has replaced; returns the first one in
+        words."""
+        self._captures = False
+        did = self._frozen.put_back(self._kind)
+        return None if did is None else f"its forward {did}"
 
     def keep_of_processors(self, grads: Sequence[Tensor]) -> None:
         """Stores the gradients of parameters within sharded modules, before the all-reduce of every batch."""
@@ -268,6 +286,7 @@ class DenseGraph:
         if not self.memory.before_capture(size):
             self._make_room()
         run = partial(self._runs.run, lookups=lookups, capturing=True)
+        self._kind = kind_of(fields, plan.rows)
         self.before_capture()
         try:
             with self.memory.capturing(size):
@@ -315,6 +334,7 @@ class DenseGraph:
             except torch.OutOfMemoryError:
                 self._padding[form] = "there is too little memory to try out whether tokens after the last one matter"
             put_back()
+            self._frozen.ran()
             if (why := self._padding[form]) is not None:
                 logger.warning("the dense part is captured for exact numbers of tokens only: %s", why)
                 self._pool.never_pad(form, why)

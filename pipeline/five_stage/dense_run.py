@@ -70,6 +70,7 @@ class DenseRun:
         """names: of the first of the gradients' parameters, those of the dense part. group: of all ranks."""
         self._model, self._sharded, self._names = model, list(sharded), list(names)
         self._parameters, self._gradients = gradients.parameters[: len(names)], gradients
+        self._places = _places(model, self._parameters)
         self._device, self._group = device, group
         self._by_backward: bool | None = None
         self._used: list[bool] | None = None
@@ -126,7 +127,8 @@ class DenseRun:
         asked = [not capturing and parameter.requires_grad for parameter in self._parameters]
 
         def call(batch: Any) -> tuple[Tensor, Any]:
-            return functional_call(self._model, dict(zip(self._names, weights, strict=True)), (batch,))
+            within = {name: weights[of] for name, of in self._places}
+            return functional_call(self._model, within, (batch,), tie_weights=False)
 
         losses, output = lookups.call(call, batch, features, outputs, wait)
         values = outputs.values
@@ -238,8 +240,8 @@ class DenseRun:
             parameter.grad = None
 
         def call(batch: Any) -> tuple[Tensor, Any]:
-            within = {f"model.{name}": weight for name, weight in zip(self._names, weights, strict=True)}
-            return functional_call(step, within, (batch,))
+            within = {f"model.{name}": weights[of] for name, of in self._places}
+            return functional_call(step, within, (batch,), tie_weights=False)
 
         _, output = lookups.call(call, batch, features, outputs)
         grads = [weight.grad for weight in weights]
@@ -296,6 +298,21 @@ class _Marks:
         called when the backward has been launched, on the stream that has launched it."""
         end = self._next()
         return [*(mark or end for mark in self._of), end]
+
+
+def _places(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, int]]:
+    """Returns every place of these parameters in the model once: its name, and the parameter's index.
+
+    Where a module has two names, functional_call's own tie_weights replaces its parameters under both, and leaves those
+    of the call in the module.
+    """
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    return [
+        (f"{name}.{key}" if name else key, index[id(parameter)])
+        for name, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if id(parameter) in index
+    ]
 
 
 def _stream(device: torch.device) -> "torch.cuda.Stream | None":

@@ -1,15 +1,18 @@
 """The model's state that graphs of the dense part rely on: its tensors and their addresses, the trained tensors among
-them, and the modes of its modules. Checked before every batch, because no hook reports a user's change.
+them, the modes of its modules, and their values (frozen_values.py). Checked before every batch, because no hook reports
+a user's change.
 
 A graph reads and writes the addresses of its capture. `parameter.data = ...`, as in Module.to or when averages are
 swapped in, and a replaced parameter or buffer, leave it with memory that the model no longer uses.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from .frozen_values import FrozenValues
 
 _MODE, _TRAINED = itemgetter("training"), attrgetter("requires_grad")
 
@@ -30,7 +33,12 @@ class FrozenModel:
         for one in sharded:
             if isinstance(processors := getattr(one, "_feature_processors", None), nn.Module):
                 outside -= {id(module) for module in processors.modules()}
-        named = [(name, module) for name, module in model.named_modules() if id(module) not in outside]
+        self._model, self._outside = model, outside
+        self._find()
+
+    def _find(self) -> None:
+        """Finds what is to be watched; again where a module has come in the place of another."""
+        named = [(name, module) for name, module in self._model.named_modules() if id(module) not in self._outside]
         self._modules = [module.__dict__ for _, module in named]
         self._module_names = [f"module {name}" if name else "the model" for name, _ in named]
         self._places = [
@@ -41,10 +49,14 @@ class FrozenModel:
         ]
         self._named, self._registered = named, len(self._places)
         self._before: dict[int, dict[str, Any]] = {}
+        self._values = FrozenValues(named)
         self._watch(self._places)
 
     def change(self) -> str | None:
         """Returns the change of the model since the last call, for a message; None without one."""
+        if (value := self._values.change()) is not None:
+            self._find()
+            return value
         tensors, modes = self._now()
         same = all(map(is_, tensors, self._tensors)) and modes == self._modes
         if same and self._layouts == _layouts(self._held):
@@ -53,15 +65,21 @@ class FrozenModel:
         self._watch(self._places[: self._registered])
         return what
 
+    def ran(self, kind: Hashable = None) -> None:
+        """Takes over the values that a run of the forward has changed. To be called after each run but a capture's."""
+        self._values.ran(kind)
+
     def watch_attributes(self) -> None:
         """Watches the tensors that modules have as plain attributes, from a capture to the next change. To be called
         before each capture."""
+        self._values.before_capture()
         self._watch([*self._places[: self._registered], *self._attributes()])
         self._before = {id(module.__dict__): dict(module.__dict__) for _, module in self._named}
 
-    def put_back(self) -> str | None:
+    def put_back(self, kind: Hashable = None) -> str | None:
         """Restores parameters, buffers and watched attributes that a capture has replaced, and takes away attributes
-        that it has made. Returns the first one's name; None where all are as they were."""
+        that it has made. Returns what it did in the place of the first one, for a message; None where all are as they
+        were. kind: of the batch, as for `ran`."""
         replaced = [
             (place, was)
             for place, was in zip(self._places, self._tensors, strict=True)
@@ -76,7 +94,11 @@ class FrozenModel:
             else:
                 del place.of[place.key]
         self._before = {}
-        return next((place.name for place in (*(place for place, _ in replaced), *made)), None)
+        value = self._values.put_back(kind)
+        name = next((place.name for place in (*(place for place, _ in replaced), *made)), None)
+        if name is not None:
+            return f"puts another tensor in the place of {name}"
+        return None if value is None else f"changes the value of {value}"
 
     def _made_in(self, attributes: dict[str, Any]) -> set[str]:
         """Returns the names of a module's attributes that have been set since watch_attributes."""
@@ -144,6 +166,6 @@ class TrainedParameters:
                 since = "the first batch" if self._begun else "this pipeline was made"
                 raise ValueError(
                     f"{name} was {'unfrozen' if now else 'frozen'} (requires_grad) after {since}, which "
-                    "cuda_graph='dense' does not support: make a new pipeline after the change"
+                    "graphs do not support: make a new pipeline after the change"
                 )
         self._flags, self._begun = flags, True

@@ -122,10 +122,13 @@ def _shared(model: nn.Module, sharded: Iterable[Sharded]) -> str | None:
 
 
 def _hooked(model: nn.Module, sharded: Sequence[Sharded]) -> str | None:
-    """Returns the first module outside `sharded`, or non-table parameter, with hooks that a graph would not call."""
+    """Returns the first module outside `sharded`, or non-table parameter, with hooks that a graph would not call, or a
+    module that torch.jit.script has compiled."""
     inside = {id(module) for one in sharded for module in one.module.modules()}
     tables = {id(parameter) for one in sharded for parameter in one.collection.parameters()}
     for name, module in model.named_modules():
+        if id(module) not in inside and isinstance(module, torch.jit.ScriptModule):
+            return reasons.SCRIPTED(module=name or "the model")
         if id(module) not in inside and calls_for_python(module):
             return reasons.MODULE_HOOKS(module=name or "the model", kind=type(module).__name__)
     for name, parameter in model.named_parameters():

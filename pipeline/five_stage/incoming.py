@@ -80,6 +80,12 @@ class Incoming(Generic[In]):
                 self._exhausted = True
                 return
             as_on_device = type(batch) is self._form
+            if not as_on_device and not hasattr(batch, "to"):
+                raise ValueError(
+                    f"a batch is a {type(batch).__name__}, which has no method to(device=..., non_blocking=...), as "
+                    "TorchRec's pipelines need too: give batches a class that implements torchrec.streamable."
+                    "Pipelineable"
+                )
             form = self.graph.form_of(batch) if as_on_device and self.graph is not None else None
             on_device = cast(Any, batch).to(device=self._device, non_blocking=True)
             new = InFlight(on_device, None, self._input_dists.new(), self.features_of(on_device), form)

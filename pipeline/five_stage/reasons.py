@@ -83,6 +83,10 @@ MIXED = Reason("DistributedDataParallel has {option}, and a graphed all-reduce w
 TRACKED = Reason("a model tracker counts the calls of the model, of which a graph makes none")
 SHARED_PARAMETER = Reason("{parameter} is a parameter of the feature processors of {module} too: give each its own")
 MODULE_HOOKS = Reason("hooks of {module} ({kind}) would run at captures only: remove them")
+SCRIPTED = Reason(
+    "{module} is compiled by torch.jit.script, and keeps its parameters where no graph can give it others: leave it "
+    "uncompiled, or take torch.compile"
+)
 LATE_HOOKS = Reason(
     "hooks of {module} were added, or removed, after the pipeline was made, of which its graphs know nothing: make a "
     "new pipeline"
@@ -124,6 +128,7 @@ OWN_ZERO_GRAD = Reason(
     "{kind} has a zero_grad of its own, which no replay calls, and which may keep gradients: the step runs after the "
     "graph. If it only launches kernels, say so: `runs_in_graphs = True` in the class"
 )
+GIVEN_ZERO_GRAD = Reason("{kind} was given another zero_grad, which no replay calls, and which may keep gradients")
 HOST_STATE = Reason("{kind} keeps its state {state} on the host: set capturable=True")
 COMPLEX = Reason("{kind} has complex parameters")
 WATCHED = Reason("hooks, or a step that somebody has put in its place, wait for calls of the optimizer's step")
@@ -189,8 +194,8 @@ SECTIONS = (
         "The model",
         "An error; graphs of the dense part do not hold it either.",
         (
-            *(NO_GPU, NO_DDP, COMM_HOOK, UNUSED, IGNORED, MIXED, TRACKED, SHARED_PARAMETER, MODULE_HOOKS, LATE_HOOKS),
-            *(IN_BACKWARD, GRADIENT_HOOKS, OBJECT, READS_DEVICE, READS_KJT),
+            *(NO_GPU, NO_DDP, COMM_HOOK, UNUSED, IGNORED, MIXED, TRACKED, SHARED_PARAMETER, SCRIPTED, MODULE_HOOKS),
+            *(LATE_HOOKS, IN_BACKWARD, GRADIENT_HOOKS, OBJECT, READS_DEVICE, READS_KJT),
         ),
     ),
     Section(
@@ -201,7 +206,7 @@ SECTIONS = (
     Section(
         "Optimizers of dense weights",
         "The dense update runs after the graph, which holds all else.",
-        (DOES_MORE, OWN_STEP, OWN_ZERO_GRAD, NOT_CAPTURABLE, HOST_STATE, COMPLEX, WATCHED),
+        (DOES_MORE, OWN_STEP, OWN_ZERO_GRAD, GIVEN_ZERO_GRAD, NOT_CAPTURABLE, HOST_STATE, COMPLEX, WATCHED),
     ),
     Section(
         "Iterations",

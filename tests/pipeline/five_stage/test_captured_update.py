@@ -105,3 +105,33 @@ def test_who_waits_for_a_step_on_any_level_sees_it(level: int, hooked: bool) -> 
     assert CapturedUpdate(levels[0], [parameter]).why_not == WATCHED
     handle.remove() if hooked else vars(watched).pop("step")
     assert update.look()[1] != WATCHED
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_another_zero_grad_on_any_level_is_seen(level: int) -> None:
+    """As people accumulate gradients under a pipeline that calls zero_grad for every batch: no replay would call it."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    dense = KeyedOptimizerWrapper({"p": parameter}, lambda params: SGD(params, lr=0.1))
+    clipping = GradientClippingOptimizer(dense, GradientClipping.NORM)
+    levels: list[Any] = [CombinedOptimizer([clipping]), clipping, dense, dense._optimizer]
+    update, told = CapturedUpdate(levels[0], [parameter]), levels[level]
+    told.zero_grad = lambda set_to_none=True: None
+    what = f"{type(told).__name__} was given another zero_grad"
+    valid, why = update.look()
+    assert not valid
+    assert (why or "").startswith(what)
+    after_the_graph = CapturedUpdate(levels[0], [parameter])
+    assert (after_the_graph.why_not or "").startswith(what)
+    assert after_the_graph.look() == (True, None)
+    del told.zero_grad
+    assert not (update.look()[1] or "").startswith(what)
+
+
+def test_a_step_after_the_graph_keeps_no_iteration_out_of_it() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    dense = KeyedOptimizerWrapper({"p": parameter}, lambda params: SGD(params, lr=0.1))
+    dense._optimizer.register_step_pre_hook(lambda *_: None)
+    update = CapturedUpdate(CombinedOptimizer([dense]), [parameter])
+    assert update.why_not == WATCHED
+    assert update.look() == (True, None)

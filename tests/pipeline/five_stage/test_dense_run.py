@@ -153,6 +153,42 @@ def test_parameters_of_some_ranks_or_batches_are_refused_by_name(run_ranks):
         assert "Use every parameter in every batch" in later
 
 
+class Tied(TwoTower):
+    """One network of two names, which both towers use, and one weight of two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item.mlp = self.user.mlp
+        self.out, self.back = nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False)
+        self.back.weight = nn.Parameter(self.out.weight.detach().view(1, 2).clone())
+        self.again = nn.Linear(2, 1)
+        self.again.weight = self.back.weight
+
+    def logits(self, batch: Any) -> Tensor:
+        both = self.out(super().logits(batch).unsqueeze(-1))
+        return (self.back(both) + self.again(both)).squeeze(-1)
+
+
+def ties(ranks: Ranks) -> None:
+    """A module keeps its own parameters: whoever reads model.parameters() finds the gradients there."""
+    signal.alarm(600)
+    data, models = batches(ranks, 8), list[Any]()
+    losses, weights, _ = train(ranks, Tied, EAGER, data)
+    dense_graph_on_cpu()
+    graphed, of_graphs, pipeline = train(ranks, Tied, DENSE, data, models.append)
+    assert pipeline._graph.captured
+    assert graphed == losses
+    torch.testing.assert_close(of_graphs, weights, rtol=0, atol=0)
+    own = {id(parameter) for parameter in pipeline._graph.parameters}
+    dense = {name: p for name, p in models[0].module.named_parameters() if "tables" not in name}
+    assert {id(parameter) for parameter in dense.values()} == own
+    assert all(parameter.grad is not None for parameter in dense.values())
+
+
+def test_a_module_of_two_names_trains_in_graphs(run_ranks):
+    run_ranks(2, ties)
+
+
 class OutOfPlace(TwoTower):
     """Preprocesses a field of the batch, and with `reentrant` runs only by Tensor.backward."""
 

@@ -32,7 +32,7 @@ from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedECSharder
 from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.pipeline.five_stage.any_models import PLANS, RW, Everything, Plan, Sequence, TwoTower, build
 from tests.pipeline.five_stage.test_dense_run import wrapped
-from tests.pipeline.five_stage.test_graph_obstacles import WRAPPERS, Hooked, InBackward, OfGradients
+from tests.pipeline.five_stage.test_graph_obstacles import WRAPPERS, Hooked, InBackward, OfGradients, Scripted
 from tests.pipeline.five_stage.test_iteration_obstacles import (
     BAGS,
     LENGTHS,
@@ -66,6 +66,7 @@ DENSE = {
     reasons.MIXED: "mixed_precision",
     reasons.TRACKED: "model tracker",
     reasons.SHARED_PARAMETER: "share weights with other modules",
+    reasons.SCRIPTED: "torch.jit.script has compiled item.mlp",
     reasons.MODULE_HOOKS: "hooks of item.mlp would run at captures only",
     reasons.IN_BACKWARD: "apply_optimizer_in_backward",
     reasons.GRADIENT_HOOKS: "gradient hooks of user.mlp.0.bias",
@@ -74,6 +75,7 @@ UPDATES = {
     reasons.DOES_MORE: "the step of WarmupOptimizer may do more",
     reasons.OWN_STEP: "has a step of its own",
     reasons.OWN_ZERO_GRAD: "has a zero_grad of its own",
+    reasons.GIVEN_ZERO_GRAD: "was given another zero_grad",
     reasons.NOT_CAPTURABLE: "has no option `capturable`",
     reasons.HOST_STATE: "NAdam keeps state on the host",
     reasons.COMPLEX: "complex parameters",
@@ -179,7 +181,7 @@ def models(ranks: Ranks) -> Iterator[tuple[Any, Any]]:
     trimmed, plain = sharders(), PLANS["TW"]
     cases: list[tuple[Callable[[], Any], Plan, dict[type, Any] | None]] = [
         *((model, plain, trimmed) for model in (TwoTower, Sequence, Processed, unprocessed, hooked)),
-        *((model, plain, trimmed) for model in (Shared, Hooked, OfGradients, InBackward)),
+        *((model, plain, trimmed) for model in (Shared, Hooked, OfGradients, InBackward, Scripted)),
         *((model, plain, None) for model in (TwoTower, Sequence, Everything)),
         (Sequence, plain, sharders(lengths={"history": 6})),
         (two_towers, by_rows, trimmed),
@@ -242,6 +244,11 @@ def watched(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def told_to_keep(keyed: KeyedOptimizerWrapper) -> Any:
+    keyed.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    return keyed
+
+
 def warming_up(keyed: KeyedOptimizerWrapper) -> Any:
     return WarmupOptimizer(keyed, [WarmupStage(WarmupPolicy.NONE)])
 
@@ -254,7 +261,7 @@ CASES: list[tuple[Callable[..., Any], Callable[..., Any], torch.dtype]] = [
     *((kind, as_it_is, torch.float32) for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, Marked)),
     *((kind, as_it_is, torch.float32) for kind in (torch.optim.NAdam, RowWiseAdagrad, Own, Keeps, watched)),
     (torch.optim.LBFGS, as_it_is, torch.float32),
-    (torch.optim.Adam, warming_up, torch.float32),
+    *((torch.optim.Adam, wrap, torch.float32) for wrap in (warming_up, told_to_keep)),
     (torch.optim.Adam, as_it_is, torch.complex64),
 ]
 

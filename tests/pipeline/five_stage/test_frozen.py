@@ -59,6 +59,10 @@ def test_changes_are_named_once() -> None:
         (lambda: setattr(linear, "bias", nn.Parameter(torch.ones(3))), "another tensor is 0.linear.bias"),
         (lambda: setattr(model[0], "scale", torch.ones(3)), "another tensor is 0.scale"),
         (lambda: model[0].dropout.eval(), "module 0.dropout is in eval mode"),
+        (lambda: setattr(model[0].dropout, "p", 0.1), "another value is 0.dropout.p"),
+        (lambda: setattr(model[0], "dropout", nn.Dropout(0.1)), "another module is 0.dropout"),
+        (lambda: setattr(model[0].dropout, "p", 0.2), "another value is 0.dropout.p"),
+        (lambda: setattr(model[1].dropout, "p", 0.1), None),
         (lambda: setattr(model[1].linear.weight, "data", torch.ones(3, 3)), None),
         (lambda: setattr(model[2].tables.linear.weight, "data", torch.ones(3, 3)), None),
         (
@@ -73,7 +77,7 @@ def test_changes_are_named_once() -> None:
     scale = model[0].scale
     assert frozen.put_back() is None
     model[0].scale = torch.zeros(3)
-    assert frozen.put_back() == "0.scale"
+    assert frozen.put_back() == "puts another tensor in the place of 0.scale"
     assert model[0].scale is scale
     assert frozen.change() is None
 
@@ -159,7 +163,21 @@ def drop_nothing(model: Any, kept: list[Tensor]) -> None:
     model.model.over_arch.model[1].dropout.eval()
 
 
-CHANGES = {move: "lies in other memory", rescale: "another tensor is", drop_nothing: "is in eval mode"}
+def drop_less(model: Any, kept: list[Tensor]) -> None:
+    model.model.over_arch.model[1].dropout.p = 0.1
+
+
+def take_out(model: Any, kept: list[Tensor]) -> None:
+    model.model.over_arch.model[1].dropout = nn.Identity()
+
+
+CHANGES = {
+    move: "lies in other memory",
+    rescale: "another tensor is",
+    drop_nothing: "is in eval mode",
+    drop_less: "another value is model.over_arch.model.1.dropout.p",
+    take_out: "another module is model.over_arch.model.1.dropout",
+}
 
 
 def changed(ranks: Ranks) -> None:
@@ -255,6 +273,39 @@ def test_a_buffer_that_the_forward_replaces_is_named(run_ranks, world_size, gpu)
     run_ranks(world_size, replaces, gpu=gpu)
 
 
+class Anneals(nn.Module):
+    """Counts its calls, by which it scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return x * 0.9**self.number
+
+
+def anneals(ranks: Ranks) -> None:
+    tolerance = start(ranks)
+    made: list[Anneals] = []
+
+    def before(model: DLRMTrain) -> None:
+        made.append(Anneals())
+        model.model.over_arch.model.insert(1, made[-1])
+
+    theirs, _ = train(ranks, None, lambda model: None, before=before)
+    ours, trainer = train(ranks, DENSE, lambda model: None, before=before)
+    what = "its forward changes the value of model.over_arch.model.1.number, which no replay does"
+    assert what in trainer.switched_off["cuda_graph"]
+    assert_equal(ours, theirs, tolerance)
+    assert made[0].number == made[1].number
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_a_number_that_the_forward_changes_is_named(run_ranks, world_size, gpu):
+    run_ranks(world_size, anneals, gpu=gpu)
+
+
 class Counts(nn.Module):
     """Adds to a tensor that is no buffer."""
 
@@ -296,7 +347,7 @@ def test_attributes_are_watched_from_a_capture_to_the_next_change() -> None:
     model[1].later = 0
     frozen.watch_attributes()
     total, model[0].total, model[1].made, model[1].later = model[0].total, *(torch.zeros(()) for _ in range(3))
-    assert frozen.put_back() == "0.total"
+    assert frozen.put_back() == "puts another tensor in the place of 0.total"
     assert model[0].total is total
     assert not hasattr(model[1], "made")
     assert model[1].later == 0

@@ -32,6 +32,12 @@ class OfGradients(TwoTower):
         self.user.mlp[0].bias.register_hook(lambda grad: grad)
 
 
+class Scripted(TwoTower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item.mlp = torch.jit.script(self.item.mlp)
+
+
 class InBackward(TwoTower):
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +71,7 @@ def obstacles(ranks: Ranks) -> list[Any]:
             next(self.processed._feature_processors.parameters()).register_hook(lambda grad: grad)
 
     plain = [why(model) for model in MODELS.values()]
-    return [plain, *map(why, (Shared, HookedProcessor, Hooked, OfGradients, InBackward))]
+    return [plain, *map(why, (Shared, HookedProcessor, Hooked, OfGradients, InBackward, Scripted))]
 
 
 def wrappers(ranks: Ranks) -> list[Any]:
@@ -90,7 +96,7 @@ def test_what_ddp_does_with_gradients_otherwise_is_named(run_ranks):
 
 
 def test_hooks_and_the_like_are_named(run_ranks):
-    ((plain, shared, hooked_processor, hooked, of_gradients, in_backward),) = run_ranks(1, obstacles)
+    ((plain, shared, hooked_processor, hooked, of_gradients, in_backward, scripted),) = run_ranks(1, obstacles)
     assert plain == [None] * len(MODELS)
     assert shared == "weights is a parameter of the feature processors of processed too: give each its own"
     assert hooked_processor.startswith("processed._feature_processors.")
@@ -98,3 +104,4 @@ def test_hooks_and_the_like_are_named(run_ranks):
     assert hooked.startswith("hooks of item.mlp (Sequential) would run at captures only")
     assert of_gradients.startswith("user.mlp.0.bias has gradient hooks")
     assert in_backward.startswith("more.weight is updated in the backward")
+    assert scripted.startswith("item.mlp is compiled by torch.jit.script")

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock, patch
 
+import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
@@ -42,6 +43,17 @@ def counts(ranks: Ranks) -> None:
 
 def test_lengths_per_key_are_counted_on_the_host_beside_the_users_kjt(run_ranks):
     run_ranks(2, counts)
+
+
+def as_dict(ranks: Ranks) -> None:
+    (batch,) = batches(ranks, 1)
+    pipeline = FiveStagePipeline(*build(ranks, TwoTower, PLANS["TW"]), ranks.device)
+    with pytest.raises(ValueError, match=r"a batch is a dict, which has no method to\(.*Pipelineable"):
+        pipeline.progress(iter([vars(batch)]))
+
+
+def test_a_batch_that_cannot_be_copied_to_a_device_is_named(run_ranks):
+    run_ranks(2, as_dict)
 
 
 def closes(ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -52,6 +53,25 @@ def accumulating(model: Any, optimizer: CombinedOptimizer) -> Any:
     return CombinedOptimizer([fused, Accumulates(dense)])
 
 
+def told_to_keep(model: Any, optimizer: CombinedOptimizer) -> Any:
+    """Every second call of zero_grad keeps the gradients, as people tell an optimizer of torch's."""
+    dense, calls = optimizer.optimizers[1][1], count()
+    zero_grad = dense.zero_grad
+    dense.zero_grad = lambda set_to_none=True: None if next(calls) % 2 else zero_grad(set_to_none)
+    return optimizer
+
+
+def hooked(model: Any, optimizer: CombinedOptimizer) -> Any:
+    """Gradients are clipped by a hook of the step."""
+    parameters = [parameter for name, parameter in model.module.named_parameters() if "mlp" in name]
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 0.01)
+
+    optimizer.optimizers[1][1]._optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
 class Several(Everything):
     """Bags with and without weights and sequences, in modules at several depths; no ids of their tokens."""
 
@@ -68,6 +88,8 @@ AROUND = {name: habit for name, habit in HABITS.items() if name not in ("compile
 CASES: dict[str, Any] = AROUND | {
     "scaler": HABITS["scaler"],
     "accumulation": (HABITS["clipping"][0], accumulating, None),
+    "another zero_grad": (HABITS["clipping"][0], told_to_keep, None),
+    "hook of the step": (HABITS["clipping"][0], hooked, None),
     "several modules": (Several, None, None),
 }
 
@@ -108,7 +130,7 @@ def test_train_as_stock(run_ranks: Callable[..., Any], world_size: int, gpu: boo
         assert replays.pop("evaluation") > 0
         assert replays == dict.fromkeys(replays, STEPS - EAGER)
         within = {case for case, of in described.items() if "dense update" in of["in_graph"]}
-        assert within == set(CASES) - {"accumulation", "scaler"}
+        assert within == set(CASES) - {"accumulation", "another zero_grad", "hook of the step", "scaler"}
 
 
 def uneven(ranks: Ranks) -> tuple[int, str, int]:
