@@ -17,6 +17,9 @@ UnevenEnd = Literal["error", "stop", "ignore"]
 _NOTHING, _NO_FORM, _FIRST_FORM = 0, 1, 2
 """Announced values: no batch, a batch without a form, a batch of the first form; higher numbers are other forms, and
 negative ones do not fit beside the graphs."""
+EVALUATES = "the model is in eval mode, or has no such graph"
+_WHOLE = 1 << 30
+"""Added to the value if the present iteration is in a graph of whole iterations."""
 
 
 class BatchEnd:
@@ -36,6 +39,7 @@ class BatchEnd:
         """Whether the last settled batch has the same form of a graph on every rank that announces it."""
         self.fits = True
         """Whether the last settled batch fits beside the graphs on all ranks."""
+        self._why_not: str | None = EVALUATES
 
     def begin(self) -> None:
         """Starts a new iterator: batches are counted from its first one."""
@@ -55,6 +59,12 @@ class BatchEnd:
             raise ValueError(self._problem)
         raise StopIteration
 
+    def runs(self, why_not: str | None) -> str | None:
+        """Notes why this rank's present iteration is not in a graph of whole iterations; None if it is. Returns it.
+        Announced with the next batch: where ranks differ, their collectives wait for one another on the device."""
+        self._why_not = why_not
+        return why_not
+
     def announce(self, has_batch: bool, form: int | None = None, fits: bool = True) -> None:
         """Announces to all ranks whether this rank has a next batch, and the number of its form; None if no graph with
         all ranks' collectives could run it: ranks replay such a graph together or not at all. fits: beside the
@@ -62,6 +72,7 @@ class BatchEnd:
         self.fits = fits
         if self._exchange is not None:
             number = _NOTHING if not has_batch else _NO_FORM if form is None else _FIRST_FORM + form
+            number += _WHOLE if self._why_not is None else 0
             self._exchange.start(number if fits else -number)
             self._started = True
 
@@ -73,11 +84,12 @@ class BatchEnd:
 
     def settle(self) -> bool:
         """Waits for the announcement; returns False if this rank must not train on its batch, because another rank has
-        none."""
+        none. ValueError, on every rank, if some of them ran the last iteration in a graph and others did not."""
         if self._exchange is None or not self._started:
             return True
         announced, self._started = self._exchange.finish(), False
-        have = [*map(abs, announced)]
+        have = [abs(number) % _WHOLE for number in announced]
+        self._check_alike([abs(number) >= _WHOLE for number in announced])
         self.fits = min(announced) >= 0
         self.one_form = len({*have} - {_NOTHING}) < 2
         self._count += 1
@@ -91,3 +103,13 @@ class BatchEnd:
                 "ranks the same number of batches, or FiveStageOptions(uneven_end='stop') to end after the shortest"
             )
         return False
+
+    def _check_alike(self, whole: list[bool]) -> None:
+        if all(whole) or not any(whole):
+            return
+        eager = ", ".join(str(rank) for rank, is_whole in zip(self._ranks, whole, strict=True) if not is_whole)
+        here = "" if self._why_not is None else f" (here: {self._why_not})"
+        raise ValueError(
+            f"rank {eager} ran an iteration without the graph that the other ranks took{here}: change the model, the "
+            "optimizer and autocast on all ranks alike, after the same batch"
+        )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 
-from .batch_end import BatchEnd
+from .batch_end import EVALUATES, BatchEnd
 from .cached_tables import CachedTables
 from .dense_graph import DenseGraph
 from .dense_update import DenseUpdate
@@ -203,13 +203,15 @@ class FiveStagePipeline(Generic[In, Out]):
     def _iteration(self, batches: Iterator[In]) -> tuple[Out]:
         in_flight, train = self._incoming.in_flight, self._model.training
         now, ahead = in_flight[0], in_flight[1] if len(in_flight) > 1 else None
+        self._end.runs(EVALUATES)
         if train:
             self._trained = True
             inside = self._by_graph is not None and self._by_graph.updates
             if not inside:
                 self._zero_grad()  # also passes the tables' learning rate from the optimizer to the lookup
             if self._by_graph is not None:
-                if (why := self._by_graph.why_not_now(now, ahead)) is None:
+                why = self._end.runs(self._by_graph.why_not_now(now, ahead))
+                if why is None:
                     return (self._whole_iteration(self._by_graph, now, ahead, batches),)
                 if self._by_graph.failure is not None:
                     self._no_iteration(why)

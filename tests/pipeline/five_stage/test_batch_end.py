@@ -2,15 +2,20 @@
 
 import signal
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage.batch_end import BatchEnd
+from dlrm_bench.pipeline.five_stage.batch_end import EVALUATES, BatchEnd
+from dlrm_bench.pipeline.five_stage.iteration_graph import FIRST
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
-from tests.pipeline.five_stage.torchrec_models import batches, build, drain
+from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
+from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
+from tests.pipeline.five_stage.torchrec_models import HOT, batches, build, drain
 
 
 def ends(ranks: Ranks) -> list[Any]:
@@ -139,3 +144,60 @@ def test_a_rank_without_room_tells_the_others(run_ranks):
     one, other = run_ranks(2, rooms)
     assert one == other == [(True, True), (False, True), (False, True), (False, True), (True, True)]
     assert [fits for fits, _ in run_ranks(1, rooms)[0]] == [True, True, False, False, True]
+
+
+def alone(ranks: Ranks) -> tuple[list[str | None], str]:
+    """What keeps each iteration from the graph, and the error where rank 1 says of the eighth one that it was kept. Its
+    collectives are as before: others would not end on a CPU."""
+    iteration_graph_on_cpu()
+    why_not: list[str | None] = []
+    runs = BatchEnd.runs
+
+    def told(end: BatchEnd, why: str | None) -> str | None:
+        if why != EVALUATES:
+            why_not.append(why)
+        runs(end, "another value is p" if ranks.rank == 1 and len(why_not) == 8 else why)
+        return why
+
+    model, optimizer = build(ranks, "TW", sharder=TrimmedEBCSharder(HOT))
+    data = iter(batches(ranks, 14, fixed=True))
+    pipeline = FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="iteration"))
+    with patch.object(BatchEnd, "runs", told):
+        for _ in range(8):
+            pipeline.progress(data)
+        with pytest.raises(ValueError, match="without the graph") as raised:
+            pipeline.progress(data)
+    return why_not, str(raised.value)
+
+
+def test_a_rank_that_alone_leaves_the_graph_is_an_error_on_all(run_ranks):
+    """Otherwise their collectives would wait for one another on the device, and nobody would say why."""
+    said = "rank 1 ran an iteration without the graph that the other ranks took{}: change the model, the optimizer"
+    for (why_not, error), here in zip(run_ranks(2, alone), ("", " (here: another value is p)"), strict=True):
+        assert why_not == [FIRST] * 3 + [None] * 5
+        assert error.startswith(said.format(here))
+
+
+def evaluates(ranks: Ranks) -> list[str | None]:
+    """What was kept from the graph last, after training, two batches of evaluation, and training again."""
+    iteration_graph_on_cpu()
+    model, optimizer = build(ranks, "TW", sharder=TrimmedEBCSharder(HOT))
+    kept = []
+    with FiveStagePipeline(model, optimizer, ranks.device, FiveStageOptions(cuda_graph="iteration")) as pipeline:
+        drain(pipeline, iter(batches(ranks, 8, fixed=True)))
+        kept.append(pipeline._end._why_not)
+        model.eval()
+        held_out = iter(batches(ranks, 2, fixed=True))
+        for _ in range(2):
+            with torch.no_grad():
+                pipeline.progress(held_out)
+            kept.append(pipeline._end._why_not)
+        model.train()
+        drain(pipeline, iter(batches(ranks, 2, fixed=True)))
+        kept.append(pipeline._end._why_not)
+    return kept
+
+
+def test_what_evaluates_is_in_no_graph(run_ranks):
+    for kept in run_ranks(2, evaluates):
+        assert kept == [None, EVALUATES, EVALUATES, None]
