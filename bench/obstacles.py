@@ -14,9 +14,9 @@ from dlrm_bench.dlrm.tables.table_memory import (
     check_tables_fit,
     device_memory_bytes,
     host_memory_bytes,
-    rank_memory_bytes,
     refuse_places,
     refuse_tables,
+    tier_bytes,
 )
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.static.options import StaticOptions
@@ -62,17 +62,13 @@ def _check_batches_fit(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
-    tables, pipeline = config.model.tables, config.pipeline
-    if isinstance(pipeline, StaticOptions):
-        memory = rank_memory_bytes(ranks, pipeline.tiers(tables))
-        if pipeline.dynamic_rows is not None:
-            states = config.optimizer.tables.state_columns(tables.columns)
-            check_places_fit(tables, pipeline.dynamic_rows, memory, ranks.device, states)
-            return
+    tables, optimizer, pipeline = config.model.tables, config.optimizer.tables, config.pipeline
+    device = ranks.device
+    memory = _rank_bytes(config, device_memory_bytes(ranks), host_memory_bytes(ranks), device.type == "cuda")
+    if isinstance(pipeline, StaticOptions) and pipeline.dynamic_rows is not None:
+        check_places_fit(tables, pipeline.dynamic_rows, memory, device, optimizer.state_columns(tables.columns))
     else:
-        memory = device_memory_bytes(ranks)
-        memory += 0 if pipeline.in_host_memory() is None else host_memory_bytes(ranks)
-    check_tables_fit(tables, config.optimizer.tables, memory, ranks.device)
+        check_tables_fit(tables, optimizer, memory, device)
 
 
 def check_tables_fit_node(config: RunConfig, processes: int, on_gpus: bool) -> None:
@@ -85,15 +81,18 @@ def check_tables_fit_node(config: RunConfig, processes: int, on_gpus: bool) -> N
     device = largest_gpu_bytes() if on_gpus else host
     if device is None:  # unknown until the run asks CUDA
         return
-    memory = device
-    if isinstance(pipeline, StaticOptions):
-        if pipeline.dynamic_rows is not None:
-            states = optimizer.state_columns(tables.columns)
-            needed = bytes_of(pipeline.dynamic_rows, tables.columns, states, raw_ids=tables.raw_ids)
-            refuse_places(pipeline.dynamic_rows, needed, memory)
-            return
-        if on_gpus and (tiers := pipeline.tiers(tables)) is not None:
-            memory = tiers.capacity(device, host)
-    elif on_gpus and pipeline.in_host_memory() is not None:
-        memory += host
-    refuse_tables(tables, optimizer, memory * processes, processes)
+    memory = _rank_bytes(config, device, host, on_gpus)
+    if isinstance(pipeline, StaticOptions) and pipeline.dynamic_rows is not None:
+        states = optimizer.state_columns(tables.columns)
+        needed = bytes_of(pipeline.dynamic_rows, tables.columns, states, raw_ids=tables.raw_ids)
+        refuse_places(pipeline.dynamic_rows, needed, memory)
+    else:
+        refuse_tables(tables, optimizer, memory * processes, processes)
+
+
+def _rank_bytes(config: RunConfig, device_bytes: int, host_bytes: int, on_gpu: bool) -> int:
+    """Returns the bytes that tables and optimizer state may take on a rank with these bytes of its device and of its
+    host."""
+    if isinstance(config.pipeline, StaticOptions):
+        return tier_bytes(config.pipeline.tiers(config.model.tables), device_bytes, host_bytes, on_gpu)
+    return device_bytes + (0 if config.pipeline.in_host_memory() is None else host_bytes)

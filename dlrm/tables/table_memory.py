@@ -30,9 +30,14 @@ def host_memory_bytes(ranks: Ranks) -> int:
 def rank_memory_bytes(ranks: Ranks, memory: TableMemory | None) -> int:
     """Returns the memory that one rank may use for its tables: of its device and, if `memory` lets host memory hold
     some of the rows, of its share of the host's available bytes."""
-    if memory is None or ranks.device.type != "cuda":  # without a GPU both tiers are the same memory
-        return device_memory_bytes(ranks)
-    return memory.capacity(device_memory_bytes(ranks), host_memory_bytes(ranks))
+    return tier_bytes(memory, device_memory_bytes(ranks), host_memory_bytes(ranks), ranks.device.type == "cuda")
+
+
+def tier_bytes(memory: TableMemory | None, device_bytes: int, host_bytes: int, on_gpu: bool) -> int:
+    """Computes `rank_memory_bytes` of a rank with this memory."""
+    if memory is None or not on_gpu:  # without a GPU both tiers are the same memory
+        return device_bytes
+    return memory.capacity(device_bytes, host_bytes)
 
 
 def table_memory_bytes(ranks: Ranks, memory: TableMemory | None = None) -> int:

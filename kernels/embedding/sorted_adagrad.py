@@ -123,7 +123,6 @@ class SortedAdagrad(NamedTuple):
             return
         aligned = all(t.data_ptr() % 16 == 0 for t in (weights, self.state, self.grad))
         assert aligned and weights.stride(0) % 4 == 0, "16-byte aligned"
-        # Borders move, so that a chunk may be twice as long.
         chunk, unroll = chunk or _CHUNK, unroll or (_UNROLL if count < _MANY else _UNROLL // 2)
         tensors, sizes = self._of_triton(chunk)
         _, _, partials, _, _, *watched = tensors

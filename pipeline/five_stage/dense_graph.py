@@ -89,7 +89,6 @@ class DenseGraph:
         self._change: str | None = None
         self._kind: Kind = ((), ())
         """That of the batch that runs, or is captured."""
-        self._captures = False
         make = partial(dist.new_group, ranks, timeout=group_timeout(), use_local_synchronization=True)
         self.group = group = lend_group("dense", ranks, make)
         self.gradients = FlatGradients([*named.values(), *processors], device, group, late=len(processors))
@@ -180,8 +179,7 @@ class DenseGraph:
         current stream."""
         self._kind = kind_of(leaves(batch, set(map(id, features))), map(len, outputs.values))
         made = self._runs.make(batch, features, outputs.leaves(), lookups, capturing=True, mark=streams.mark, wait=wait)
-        if not self._captures:
-            self._frozen.ran(self._kind)
+        self._frozen.ran(self._kind)
         self._runs.check(made)
         return made
 
@@ -219,12 +217,10 @@ class DenseGraph:
     def before_capture(self) -> None:
         """Notes the tensors that modules have as plain attributes, which a graph keeps, and values."""
         self._frozen.watch_attributes()
-        self._captures = True
 
     def put_back(self) -> str | None:
         """Restores parameters, buffers, attributes and values that a capture has replaced; returns the first one in
         words."""
-        self._captures = False
         did = self._frozen.put_back(self._kind)
         return None if did is None else f"its forward {did}"
 

@@ -49,6 +49,7 @@ class FrozenModel:
         ]
         self._named, self._registered = named, len(self._places)
         self._before: dict[int, dict[str, Any]] = {}
+        """The modules' attributes before a capture; empty outside of one."""
         self._values = FrozenValues(named)
         self._watch(self._places)
 
@@ -66,8 +67,9 @@ class FrozenModel:
         return what
 
     def ran(self, kind: Hashable = None) -> None:
-        """Takes over the values that a run of the forward has changed. To be called after each run but a capture's."""
-        self._values.ran(kind)
+        """Takes over the values that a run of the forward has changed; of a capture, `put_back` does."""
+        if not self._before:
+            self._values.ran(kind)
 
     def watch_attributes(self) -> None:
         """Watches the tensors that modules have as plain attributes, from a capture to the next change. To be called

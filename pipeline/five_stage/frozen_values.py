@@ -71,8 +71,8 @@ class FrozenValues:
         self._take(self._now())
 
     def put_back(self, kind: Hashable) -> str | None:
-        """Takes over what a capture has changed as an earlier run of this kind of batch did, and restores the rest.
-        Returns the first one's name; None without any."""
+        """Restores the values that a capture has left otherwise than the last run of this kind of batch, and takes over
+        what else it has changed. Returns the first one's name; None without any."""
         now, left = self._now(), self._left.get(kind, {})
         others = [i for i in self._changed(now) if i in left and not _same(_copy(now[i]), left[i])]
         for i in others:
