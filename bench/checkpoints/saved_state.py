@@ -236,7 +236,10 @@ def _check_same(folder: Path, saved: dict[str, Any], config: RunConfig) -> None:
                 continue
             name, old, new = f"{name}.{key}", old.get(key), new.get(key)
         flag = name.replace("_", "-")
-        raise ValueError(f"--resume {folder}: it was trained with --{flag} {old!r}, and this run has {new!r}")
+        raise ValueError(
+            f"--resume {folder}: it was trained with --{flag} {old!r}, and this run has {new!r}: give it the saved "
+            "value, or train anew, without --resume"
+        )
 
 
 def _defaults(options: Any) -> dict[str, Any]:
