@@ -18,7 +18,7 @@ TOKENS, TOKENS_SQUARED, EVENTS, ITEMS, ROWS = "tokens", "tokens_squared", "event
 events, distinct items, distinct rows of all tables."""
 _LONGEST = ModelConfig().max_length
 _ASSUMED = {EVENTS: 160.0, ITEMS: 17.0, ROWS: 49.0}
-"""Sizes for 1,024 samples: 50,000 distinct rows, 17,000 distinct items, by AMD; the events are a guess (1.5 MB packed)."""
+"""Sizes for 1,024 samples: 50,000 distinct rows, 17,000 distinct items, by AMD; events by a guess (1.5 MB packed)."""
 _SAMPLE_BYTES, _EVENT_BYTES = 72, 9
 """Bytes of a sample and of an event in a packed batch (data/packed.py)."""
 _OF_TWO = "dense forward/backward or dense update"
