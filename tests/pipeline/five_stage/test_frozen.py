@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -240,6 +240,25 @@ def test_unfreezing_is_refused_by_name(run_ranks):
     run_ranks(2, thaws)
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
+def train_with(ranks: Ranks, kind: type[M]) -> tuple[Trained, Any, list[M]]:
+    """Trains by stock and in graphs, each with a module of this kind within, and alike. Returns the latter's result and
+    pipeline, and both modules."""
+    tolerance = start(ranks)
+    made: list[M] = []
+
+    def before(model: DLRMTrain) -> None:
+        made.append(kind())
+        model.model.over_arch.model.insert(1, made[-1])
+
+    theirs, _ = train(ranks, None, lambda model: None, before=before)
+    ours, trainer = train(ranks, DENSE, lambda model: None, before=before)
+    assert_equal(ours, theirs, tolerance)
+    return ours, trainer, made
+
+
 class Replaces(nn.Module):
     """Makes a new buffer of every one, from some batch on: while graphs are captured, not before."""
 
@@ -256,16 +275,9 @@ class Replaces(nn.Module):
 
 
 def replaces(ranks: Ranks) -> None:
-    tolerance = start(ranks)
-
-    def before(model: DLRMTrain) -> None:
-        model.model.over_arch.model.insert(1, Replaces())
-
-    theirs, _ = train(ranks, None, lambda model: None, before=before)
-    ours, trainer = train(ranks, DENSE, lambda model: None, before=before)
+    ours, trainer, _ = train_with(ranks, Replaces)
     assert not ours.captured
     assert "puts another tensor in the place of model.over_arch.model.1.calls" in trainer.switched_off["cuda_graph"]
-    assert_equal(ours, theirs, tolerance)
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
@@ -286,18 +298,9 @@ class Anneals(nn.Module):
 
 
 def anneals(ranks: Ranks) -> None:
-    tolerance = start(ranks)
-    made: list[Anneals] = []
-
-    def before(model: DLRMTrain) -> None:
-        made.append(Anneals())
-        model.model.over_arch.model.insert(1, made[-1])
-
-    theirs, _ = train(ranks, None, lambda model: None, before=before)
-    ours, trainer = train(ranks, DENSE, lambda model: None, before=before)
+    _, trainer, made = train_with(ranks, Anneals)
     what = "its forward changes the value of model.over_arch.model.1.number, which no replay does"
     assert what in trainer.switched_off["cuda_graph"]
-    assert_equal(ours, theirs, tolerance)
     assert made[0].number == made[1].number
 
 
@@ -319,18 +322,9 @@ class Counts(nn.Module):
 
 
 def counts(ranks: Ranks) -> None:
-    tolerance = start(ranks)
-    totals: list[Counts] = []
-
-    def before(model: DLRMTrain) -> None:
-        totals.append(Counts())
-        model.model.over_arch.model.insert(1, totals[-1])
-
-    theirs, _ = train(ranks, None, lambda model: None, before=before)
-    ours, trainer = train(ranks, DENSE, lambda model: None, before=before)
+    _, trainer, made = train_with(ranks, Counts)
     assert "puts another tensor in the place of model.over_arch.model.1.total" in trainer.switched_off["cuda_graph"]
-    assert_equal(ours, theirs, tolerance)
-    assert [of.total.item() for of in totals] == [20, 20]
+    assert [of.total.item() for of in made] == [20, 20]
 
 
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)

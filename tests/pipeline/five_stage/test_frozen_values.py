@@ -40,6 +40,13 @@ def watched(kind: type[Annealed] = Annealed) -> tuple[Any, FrozenValues]:
     return model["a"], FrozenValues([*model.named_modules()])
 
 
+def run(of: Any, values: FrozenValues, *sizes: int) -> None:
+    """Runs the forward with batches of these sizes."""
+    for size in sizes:
+        of(torch.ones(size))
+        values.ran(size)
+
+
 CHANGES: list[tuple[Callable[[Any], Any], str | None]] = [
     (lambda of: None, None),
     (lambda of: setattr(of, "rate", 2.0 / 2.0), None),  # another object of the same value
@@ -71,8 +78,7 @@ def test_a_change_is_named_once(change: Callable[[Any], Any], what: str | None) 
 def test_what_a_run_changes_is_no_change_of_somebody() -> None:
     of, values = watched(Counting)
     for size in (3, 2, 3):
-        of(torch.ones(size))
-        values.ran(size)
+        run(of, values, size)
         assert values.change() is None
     of(torch.ones(9))  # by an evaluation, outside of the pipeline
     assert values.change() is None
@@ -82,9 +88,7 @@ def test_what_a_run_changes_is_no_change_of_somebody() -> None:
 def test_values_that_follow_from_the_batch_may_be_captured(size: int) -> None:
     """size: of the captured batch, also one that no run has seen."""
     of, values = watched()
-    for seen in (3, 2, 3):
-        of(torch.ones(seen))
-        values.ran(seen)
+    run(of, values, 3, 2, 3)
     values.before_capture()
     of(torch.ones(size))
     assert values.put_back(size) is None
@@ -94,9 +98,7 @@ def test_values_that_follow_from_the_batch_may_be_captured(size: int) -> None:
 
 def test_values_that_every_run_changes_may_not() -> None:
     of, values = watched(Counting)
-    for size in (3, 2, 3):
-        of(torch.ones(size))
-        values.ran(size)
+    run(of, values, 3, 2, 3)
     values.before_capture()
     of(torch.ones(3))
     assert values.put_back(3) == "a.calls"
@@ -110,8 +112,7 @@ def test_what_follows_from_a_changed_value_may_be_captured() -> None:
     for rate in (1.0, 0.5):
         of.rate = rate
         values.change()
-        of(torch.ones(3))
-        values.ran(3)
+        run(of, values, 3)
     of.rate = 0.25
     assert values.change() == "another value is a.rate"
     values.before_capture()
