@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder.launching import start_server
@@ -86,13 +88,14 @@ def fork(
     gpu: each rank has its own, else they run on the CPU. nodes: that they take this machine for."""
     start_server()
     context = multiprocessing.get_context("forkserver")
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world_size):
         output = folder / f"output_{rank}.txt"
-        environment = rank_environment(rank, world_size, port, nodes)
+        environment = rank_environment(rank, world_size, store.port, nodes) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         process = context.Process(target=_rank_main, args=(environment, output, gpu, function, args))
         process.start()
+        process.store = store  # as torchrun's agent does, this process keeps it for as long as it knows of a rank
         processes.append(process)
     return processes
 

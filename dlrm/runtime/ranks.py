@@ -74,7 +74,8 @@ class Ranks:
         return shlex.join([*torchrun, f"--nproc_per_node={self.local_world_size}", program, *arguments])
 
     def init_process_group(self) -> None:
-        """Starts NCCL on GPUs, gloo on CPUs; sets the current GPU."""
+        """Starts NCCL on GPUs, gloo on CPUs; sets the current GPU. Returns once all ranks are connected: one that then
+        ends with an error, such as bad input, breaks no connection that another rank is still making."""
         store = None if RESTARTS == "0" else _store_of_this_start()
         known: dict[str, Any] = {}
         if store is not None:
@@ -84,6 +85,7 @@ class Ranks:
             dist.init_process_group("nccl", device_id=self.device, **known)
         else:
             dist.init_process_group("gloo", **known)
+        dist.barrier()
 
     def new_group(self) -> dist.ProcessGroup:
         """Returns a new communicator over all ranks, so that its collectives overlap with those of other groups.

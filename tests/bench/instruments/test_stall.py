@@ -32,7 +32,7 @@ def dead_mount() -> Iterator[Batch]:
 
 
 def training(folder: Path, trouble: str) -> int:
-    """Rank 0 has the store; rank 1 stalls after five iterations."""
+    """The last rank stalls after five iterations."""
     ranks = Ranks.from_environment()
     ranks.init_process_group()
     done = 0

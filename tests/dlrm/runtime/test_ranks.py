@@ -1,9 +1,14 @@
 """Ranks as torchrun tells them."""
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from tests.launched import fork, wait
 
 TORCHRUN = {
     "RANK": "9",
@@ -50,3 +55,24 @@ def test_more_ranks_than_gpus(monkeypatch):
     gpus(monkeypatch, 4)
     with pytest.raises(ValueError, match=r"8 ranks on a node with 4 GPU.*--nproc_per_node 4"):
         Ranks.from_environment()
+
+
+def joined_by_both(connected: Path) -> int:
+    """Rank 1 is a second late; ends with 2 if a rank leaves before both are connected."""
+    ranks = Ranks.from_environment()
+    if ranks.rank == 1:
+        start = dist.init_process_group
+
+        def start_late(backend: str) -> None:
+            start(backend)
+            time.sleep(1)
+            connected.touch()
+
+        dist.init_process_group = start_late
+    ranks.init_process_group()
+    return 0 if connected.exists() else 2
+
+
+def test_no_rank_leaves_before_all_are_connected(tmp_path):
+    ended = wait(fork(2, tmp_path, joined_by_both, tmp_path / "connected"), tmp_path)
+    assert ended.statuses == [0, 0], ended
