@@ -59,8 +59,9 @@ class StageStreams:
 def _side_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
     """Returns the side streams, the same for all pipelines of a process: torch hands out 32 streams per priority in
     turn, and after these a new one would be shared with some communicator (see groups.own_group)."""
-    # Small kernels that the next iteration waits for precede the large ones with which this iteration fills the GPU.
-    priorities = {"copy": -1, "input_dist": -1, "fetch": 0, "dense": 0, "dense_update": 0, "iteration": 0}
+    # Small kernels that the next iteration waits for precede the large ones with which this iteration fills the GPU. So
+    # does the dense part: the end of its backward runs beside the table update, and the dense update waits for it.
+    priorities = {"copy": -1, "input_dist": -1, "dense": -1, "fetch": 0, "dense_update": 0, "iteration": 0}
     priorities |= dict.fromkeys(LOOKUPS, 0)
     return {name: torch.cuda.Stream(device, priority=priority) for name, priority in priorities.items()}
 
