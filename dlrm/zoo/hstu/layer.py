@@ -16,27 +16,31 @@ from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_ba
 
 class SiluAttention(torch.autograd.Function):
     """Applies `kernels.silu_attention` to a projection [T, heads * 4 * width] with u, v, q and k of all heads, in this
-    order: returns [T, heads * width]. u's gradient comes from u's later use."""
+    order: returns u and the result, each [T, heads * width]. A slice outside would give u a gradient of the whole
+    projection's size, to be added to the other."""
 
     @staticmethod
-    def forward(ctx: Any, projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+    def forward(
+        ctx: Any, projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int
+    ) -> tuple[Tensor, Tensor]:
         sequences = Sequences(offsets, targets, max_length)
-        _, v, q, k = _by_heads(projected, heads)
+        u, v, q, k = _by_heads(projected, heads)
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
         silu_attention_forward(q, k, v, sequences, out)
         ctx.save_for_backward(projected, offsets, targets)
         ctx.max_length, ctx.heads = max_length, heads
-        return out.flatten(1)
+        return u.flatten(1), out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_u, of_out = grads
         projected, offsets, targets = ctx.saved_tensors
         sequences = Sequences(offsets, targets, ctx.max_length)
         _, v, q, k = _by_heads(projected, ctx.heads)
         of_projected = torch.zeros_like(projected)
-        _, dv, dq, dk = _by_heads(of_projected, ctx.heads)
-        grad = grads[0].contiguous().view(v.shape)
-        silu_attention_backward(grad, q, k, v, sequences, dq, dk, dv)
+        du, dv, dq, dk = _by_heads(of_projected, ctx.heads)
+        du.copy_(of_u.unflatten(1, v.shape[1:]))
+        silu_attention_backward(of_out.contiguous().view(v.shape), q, k, v, sequences, dq, dk, dv)
         return of_projected, None, None, None, None
 
 
@@ -45,7 +49,9 @@ def _by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 
 @torch.fx.wrap
-def silu_attention(projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+def silu_attention(
+    projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int
+) -> tuple[Tensor, Tensor]:
     """Calls SiluAttention; a separate function, because TorchRec's trace of a model does not look into it."""
     return SiluAttention.apply(projected, offsets, targets, max_length, heads)
 
@@ -57,7 +63,7 @@ class HstuLayer(nn.Module):
         """bf16: compute in bf16, with fp32 weights and residuals, as DLRMv4 is trained."""
         super().__init__()
         inner = config.heads * config.head_width
-        self._inner, self._heads, self._max_length = inner, config.heads, config.max_length
+        self._heads, self._max_length = config.heads, config.max_length
         self._bf16 = bf16
         self.norm = nn.LayerNorm(config.width, device=device)
         self.project = nn.Linear(config.width, 4 * inner, device=device)
@@ -67,8 +73,8 @@ class HstuLayer(nn.Module):
     def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
         """offsets: [B + 1], the first token of each sequence; targets: [B], number of candidates at its end."""
         projected = functional.silu(self._linear(self.project, self.norm(tokens)))
-        attended = silu_attention(projected, offsets, targets, self._max_length, self._heads)
-        gated = self.attention_norm(attended.to(tokens.dtype)) * projected[:, : self._inner]
+        u, attended = silu_attention(projected, offsets, targets, self._max_length, self._heads)
+        gated = self.attention_norm(attended.to(tokens.dtype)) * u
         return tokens + self._linear(self.output, gated)
 
     def _linear(self, linear: nn.Linear, x: Tensor) -> Tensor:
