@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
-import torch
+import torch._dynamo
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.model_parallel import DataParallelWrapper
@@ -19,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
-from dlrm_bench.dlrm.config import TrainingConfig, check_learning_rate
+from dlrm_bench.dlrm.config import TrainingConfig, check_learning_rate, require
 from dlrm_bench.dlrm.data.dataset import HostBatch
 from dlrm_bench.dlrm.dense.tallies import Tallies
 from dlrm_bench.dlrm.runtime.ranks import Ranks
@@ -32,6 +32,8 @@ from dlrm_bench.pipeline.torchrec.sharding import Built, Codecs, Sharders, build
 from dlrm_bench.pipeline.torchrec.state import forget_cached_rows, state_blocks
 
 _WARM_UP_BATCHES = 3
+_COMPILER = "inductor"
+"""The backend of torch.compile."""
 
 
 class TorchRecPipeline(ABC):
@@ -54,13 +56,19 @@ class TorchRecPipeline(ABC):
         """Collective, with the same configuration on every rank; needs an initialised process group.
 
         left_out: sharding types that the planner must not choose. data_parallel: how the dense network is replicated;
-        None is TorchRec's default.
+        None is TorchRec's default. ValueError if the dense parts are to be compiled, and the benchmark names none.
         """
+        require(
+            bool(of_benchmark.compiled) or not options.compile_dense,
+            "--compile-dense: torch.compile supports no part of this model; leave it out",
+        )
         self._config, self._ranks, self._device = config, ranks, ranks.device
         self._of_benchmark = of_benchmark
         built = build_sharded(config, of_benchmark, options, ranks, sharders, left_out, data_parallel)
         self._model, self._plan, self._tables, self._guard = built.model, built.plan, built.tables, built.guard
         self._optimizer = _build_optimizer(built, of_benchmark, config)
+        if options.compile_dense:
+            _compile(of_benchmark)
         self._codecs: Codecs | None = sharders.bags.qcomm_codecs_registry
         self._iteration = 0
         self._metrics: StepMetrics | None = None
@@ -219,6 +227,13 @@ def _cached_share(sharding: ParameterSharding) -> dict[str, float]:
     """Returns the share of a table's rows that the GPU caches, if the table is in host memory; empty otherwise."""
     share = sharding.cache_params and sharding.cache_params.load_factor
     return {} if share is None else {"cache_load_factor": share}
+
+
+def _compile(of_benchmark: TorchRecModel) -> None:
+    # TorchRec's schedules trace the plain forward with torch.fx, to find the inputs of its sharded modules.
+    torch._dynamo.config.error_on_nested_fx_trace = False
+    for module in of_benchmark.compiled:
+        module.compile(backend=_COMPILER)  # for fixed sizes first, and for any number of samples or tokens if they vary
 
 
 def _build_optimizer(built: Built, of_benchmark: TorchRecModel, config: TrainingConfig) -> CombinedOptimizer:

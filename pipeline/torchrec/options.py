@@ -24,6 +24,9 @@ class TorchRecModelOptions:
     """Number format of pooled vectors in TorchRec's all-to-alls; their gradients are bf16 in both cases. On the CPU
     TorchRec uses bf16 in place of fp16."""
 
+    compile_dense: bool = False
+    """Compile the dense parts, forward and backward, with torch.compile: MLPs and interaction, or the layers of a
+    sequence model. The first iterations then take a minute."""
     constraints: tuple[str, ...] = ()
     """Your own sharding of single tables for TorchRec's planner (ParameterConstraints), as TABLES=SHARDING:
     `0,9=column-wise:64 20-22=table-wise,hbm:0.2`. SHARDING is table-wise, column-wise, column-wise:COLUMNS, row-wise or
@@ -80,9 +83,6 @@ class TorchRecOptions(TorchRecModelOptions):
     dense_all_reduce: Literal["fp32", "bf16"] = "fp32"
     """Number format in which the gradients of dense weights are summed over the ranks (TorchRec's
     allreduce_comm_precision); those of data-parallel tables stay fp32. bf16 takes effect over NCCL only."""
-    compile_dense: bool = False
-    """Compile bottom MLP, cross network and top MLP, forward and backward, with torch.compile; the first iterations
-    then take a minute."""
 
     def __post_init__(self) -> None:
         require(

@@ -13,13 +13,13 @@ that a gain can be measured against the best that a TorchRec user can have. Its 
 
 from typing import Any
 
-import torch._dynamo
+import torch
 from torchrec.distributed import PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ShardingType
 
-from dlrm_bench.dlrm.config import TrainingConfig, require
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 from dlrm_bench.pipeline.interface import check_device
@@ -33,8 +33,6 @@ _SCHEDULES = {
     "fused-sparse-dist": TrainPipelineFusedSparseDist,
     "prefetch-sparse-dist": PrefetchTrainPipelineSparseDist,
 }
-_COMPILER = "inductor"
-"""The backend of torch.compile."""
 
 
 class StockPipeline(TorchRecPipeline):
@@ -45,13 +43,9 @@ class StockPipeline(TorchRecPipeline):
     ) -> None:
         """Collective, with the same configuration on every rank; needs an initialised process group.
 
-        ValueError if the schedule needs a GPU and there is none, or no part of the model can be compiled.
+        ValueError if the schedule needs a GPU and there is none.
         """
         check_device(options, ranks.device)
-        require(
-            bool(of_benchmark.compiled) or not options.compile_dense,
-            "--compile-dense: torch.compile supports no part of this model; leave it out",
-        )
         self._options = options
         fused = options.schedule == "fused-sparse-dist"
         drops_repeats = of_benchmark.drops_repeats and ranks.device.type == "cuda"
@@ -62,14 +56,6 @@ class StockPipeline(TorchRecPipeline):
         super().__init__(
             config, of_benchmark, options, ranks, sharders, left_out, _data_parallel(options, ranks.device)
         )
-        if options.compile_dense:
-            self._compile_dense()
-
-    def _compile_dense(self) -> None:
-        # TorchRec's schedules trace the plain forward with torch.fx, to find the inputs of its sharded modules.
-        torch._dynamo.config.error_on_nested_fx_trace = False
-        for module in self._of_benchmark.compiled:
-            module.compile(backend=_COMPILER, dynamic=False)
 
     def warm_up(self, evaluates: bool) -> None:
         """See TorchRecPipeline. ValueError under a schedule that prefetches, if the run will evaluate: an evaluation's

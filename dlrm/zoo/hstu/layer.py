@@ -48,12 +48,16 @@ def _by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
     return tuple(part.unflatten(1, (heads, -1)) for part in projected.chunk(4, dim=1))
 
 
+_apply: Any = torch.compiler.disable(SiluAttention.apply)
+"""Its kernels are not torch.compile's."""
+
+
 @torch.fx.wrap
 def silu_attention(
     projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int
 ) -> tuple[Tensor, Tensor]:
     """Calls SiluAttention; a separate function, because TorchRec's trace of a model does not look into it."""
-    return SiluAttention.apply(projected, offsets, targets, max_length, heads)
+    return _apply(projected, offsets, targets, max_length, heads)
 
 
 class HstuLayer(nn.Module):

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
 from dlrm_bench.pipeline.five_stage.graph_obstacles import why_not_graphed
 from dlrm_bench.pipeline.five_stage.sharded_modules import sharded_modules
+from dlrm_bench.pipeline.torchrec import model
 from dlrm_bench.pipeline.torchrec.five_stage import TorchRecFiveStagePipeline, merged_reasons
 from dlrm_bench.pipeline.torchrec.stock import StockPipeline
 from tests.cases import PLACES, SMALL_MODEL
@@ -36,7 +38,12 @@ ALL_ON: dict[str, Any] = {
     "graph_dists": True,
     "row_wise": False,
 }
-VARIANTS: dict[str, dict[str, Any]] = {"stock": {}, "all off": {"pipeline": "five-stage"}, "all on": ALL_ON}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "all off": {"pipeline": "five-stage"},
+    "all on": ALL_ON,
+    "compiled": {"pipeline": "five-stage", "compile_dense": True},
+}
 
 
 def config(precision: Precision = "fp32", **changes: Any) -> RunConfig:
@@ -104,13 +111,14 @@ class Trained:
     """What would keep the model's dense part out of a graph on a GPU."""
 
 
+@patch.object(model, "_COMPILER", "eager")  # which traces as any other does, and compiles nothing
 def train_all(ranks: Ranks) -> dict[str, Trained]:
     results = {}
     for name, changes in VARIANTS.items():
         with Training(ranks, config(**changes)) as training:
             losses, state, described = training.train(), whole_state(training.pipeline), training.pipeline.describe()
-            model = training.pipeline._model
-            obstacle = why_not_graphed(model, sharded_modules(model), torch.device("cuda", 0))
+            sharded = training.pipeline.model
+            obstacle = why_not_graphed(sharded, sharded_modules(sharded), torch.device("cuda", 0))
         with Training(ranks, config(**changes)) as training:
             evaluated, logits = training.train_and_evaluate()
         with Training(ranks, config() if changes else config(**ALL_ON), state) as training:
@@ -140,7 +148,7 @@ def trained(run_ranks: Callable[..., list[Any]]) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all off", "all on"])
+@pytest.mark.parametrize("name", ["all off", "all on", "compiled"])
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_trains_what_stock_trains(trained, world_size, gpu, name):
     for rank in trained(world_size, gpu):
@@ -154,7 +162,7 @@ def test_trains_what_stock_trains(trained, world_size, gpu, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all off", "all on"])
+@pytest.mark.parametrize("name", ["all off", "all on", "compiled"])
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_state_is_that_of_stock_and_either_goes_on_from_it(trained, world_size, gpu, name):
     ranks = trained(world_size, gpu)

@@ -19,7 +19,7 @@ from dlrm_bench.bench.presets import preset
 from dlrm_bench.dlrm.dcnv2.config import DataConfig
 from dlrm_bench.dlrm.dcnv2.data.random_batches import RandomDataset
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.torchrec import stock
+from dlrm_bench.pipeline.torchrec import model, stock
 from dlrm_bench.pipeline.torchrec.options import TorchRecOptions
 from tests.cases import PLACES
 from tests.pipelines import changed, stock_pipeline
@@ -74,7 +74,7 @@ def data_parallel(options: TorchRecOptions, device: torch.device) -> DefaultData
 # PyTorch refuses its bf16 hook where there is no NCCL; gloo can sum bf16.
 @patch.object(DistributedDataParallel, "_check_comm_hook", lambda *_: None)
 @patch.object(stock, "_data_parallel", data_parallel)
-@patch.object(stock, "_COMPILER", "eager")  # which traces as any other does, and compiles nothing
+@patch.object(model, "_COMPILER", "eager")  # which traces as any other does, and compiles nothing
 def train(ranks: Ranks, config: RunConfig, evaluate_every: int | None) -> tuple[list[float], dict[str, Any]]:
     dataset = RandomDataset(config.data, config.model, config.seed)
     place = (ranks.rank, ranks.world_size, config.local_batch_size)

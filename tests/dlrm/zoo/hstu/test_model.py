@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
@@ -41,6 +42,19 @@ def test_samples_do_not_meet(config: HstuConfig) -> None:
     alone = torch.cat([ranker(sample(batch, index, config)) for index in range(4)])
     assert together.shape == (4 * config.candidates,)
     torch.testing.assert_close(together, alone)
+
+
+def test_compiled_layers_are_compiled_once_for_all_of_them_and_once_for_any_number_of_tokens() -> None:
+    plain, compiled = model(), model()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    for layer in compiled.layers:
+        layer.compile(backend=counter)
+    compiled_after = []
+    for batch in islice(random_batches(TINY, 4, seed=1), 5):
+        torch.testing.assert_close(compiled(batch), plain(batch), rtol=0, atol=0)
+        compiled_after.append(counter.frame_count)
+    of_layer = 2  # before and after the attention
+    assert compiled_after == [of_layer, *[2 * of_layer] * 4]
 
 
 def test_a_candidate_does_not_see_the_others() -> None:
