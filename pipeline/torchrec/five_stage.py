@@ -33,7 +33,10 @@ class TorchRecFiveStagePipeline(TorchRecPipeline):
     def __init__(
         self, config: TrainingConfig, of_benchmark: TorchRecModel, options: FiveStageSwitches, ranks: Ranks
     ) -> None:
-        """Collective, with the same configuration on every rank; needs an initialised process group."""
+        """Collective, with the same configuration on every rank; needs an initialised process group.
+
+        ValueError if no part of the model can be compiled.
+        """
         self._switches = options
         self._caches_casts = options.cuda_graph == "none"
         codecs = quantized_codecs(options, ranks.device)

@@ -43,7 +43,7 @@ class StockPipeline(TorchRecPipeline):
     ) -> None:
         """Collective, with the same configuration on every rank; needs an initialised process group.
 
-        ValueError if the schedule needs a GPU and there is none.
+        ValueError if the schedule needs a GPU and there is none, or no part of the model can be compiled.
         """
         check_device(options, ranks.device)
         self._options = options

@@ -45,6 +45,7 @@ def test_samples_do_not_meet(config: HstuConfig) -> None:
 
 
 def test_compiled_layers_are_compiled_once_for_all_of_them_and_once_for_any_number_of_tokens() -> None:
+    torch._dynamo.reset()
     plain, compiled = model(), model()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     for layer in compiled.layers:
