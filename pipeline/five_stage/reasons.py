@@ -161,7 +161,6 @@ PEERS_UNSEEN = Reason(
 )
 PEERS_NO_ACCESS = Reason("GPU {one} cannot access the memory of GPU {other}")
 PEERS_NO_TRITON = Reason("rank {rank} has no Triton, whose kernels write to other GPUs: install it as torch pins it")
-PEERS_UNPOOLED = Reason("unpooled vectors are exchanged by TorchRec's own output dist")
 PEERS_QUANTISED = Reason("vectors are sent in a quantised format")
 PEERS_OTHER_DIST = Reason("their {kind} neither copies columns nor adds the terms of all ranks")
 PEERS_DTYPE = Reason("gradients are {dtype}, and the kernel adds fp32, bf16 and fp16")
@@ -221,6 +220,6 @@ SECTIONS = (
     Section(
         "Parts of these exchanges",
         'NCCL keeps them, within the graph; `describe()["peer_memory"]` names them.',
-        (PEERS_UNPOOLED, PEERS_QUANTISED, PEERS_OTHER_DIST, PEERS_DTYPE, PEERS_LARGE),
+        (PEERS_QUANTISED, PEERS_OTHER_DIST, PEERS_DTYPE, PEERS_LARGE),
     ),
 )

@@ -95,15 +95,18 @@ class _Exchange:
         """Whether a source of this form has been sent before."""
         return (form, _alignment(source)) in self._tables
 
-    def push(self, source: Tensor, form: Hashable, lay_out: Callable[[], Layout], turn: int, beside: bool) -> Tensor:
-        """Sends it; returns this rank's buffer. form: what the layout depends on, on this rank. beside: see `push`."""
+    def push(
+        self, source: Tensor, form: Hashable, lay_out: Callable[[], Layout], turn: int, beside: bool, divisor: int
+    ) -> Tensor:
+        """Sends it; returns this rank's buffer. form: what the layout depends on, on this rank. beside, divisor: see
+        `push`."""
         key = form, _alignment(source)
         if key not in self._tables:
             if form not in self._layouts:
                 self._layouts[form] = lay_out()
             blocks = self._layouts[form].blocks
             self._tables[key] = PushTable(blocks, self._dtype.itemsize, _alignment(source), self._device)
-        push(source, self._tables[key], self._buffers[turn], beside)
+        push(source, self._tables[key], self._buffers[turn], beside, divisor)
         return self._buffers[turn].own.view(self._dtype)
 
 
@@ -172,12 +175,13 @@ class Peers:
         lay_out: Callable[[], Layout],
         form: Hashable = None,
         beside: bool = False,
+        divisor: int = 1,
     ) -> Pushed:
         """Sends parts of `source` to all ranks, in the order of calls that all ranks share. name: for `describe`.
         shared: all that the buffers' size depends on, besides the dtype; it changes on all ranks or on none, because
         allocations are collective. form: what else the layout depends on, on this rank. beside: leave multiprocessors
-        to other work. RuntimeError within a capture if the same has not been sent before it: nothing can be allocated
-        there."""
+        to other work. divisor: of the elements. RuntimeError within a capture if the same has not been sent before it:
+        nothing can be allocated there."""
         key = self._calls, name, shared, source.dtype
         self._calls += 1
         exchange = self._made.get(key)
@@ -187,7 +191,7 @@ class Peers:
         elif exchange is None:
             exchange = self._made[key] = _Exchange(self._memory, lay_out(), form, source.dtype)
             self._through[name] = None
-        buffer = exchange.push(source, form, lay_out, self._turn, beside)
+        buffer = exchange.push(source, form, lay_out, self._turn, beside, divisor)
         self._written[lane] += 1
         return Pushed(buffer, partial(self._meet, lane, self._written[lane]))
 
@@ -216,7 +220,7 @@ class Peers:
         """Returns the layout in which each rank receives all elements of all other ranks, [rank, count]."""
         block = Block(0, 0, self.rank * count, 0, 1, count)
         blocks = [block._replace(rows=0) if rank == self.rank else block for rank in range(self.ranks)]
-        return Layout(blocks, self.ranks * count)
+        return Layout(list(enumerate(blocks)), self.ranks * count)
 
     def _ids(self, name: str, sent: Tensor, send_splits: list[int], receive_splits: list[int]) -> AllToAll:
         """Starts an all-to-all of rows; see AllToAll.start."""
@@ -235,7 +239,7 @@ class Peers:
             Block(row * start, 0, row * sum(of[: self.rank]), 0, 1, row * rows)
             for start, rows, of in zip(starts, send_splits, everyone, strict=False)
         ]
-        return Layout(blocks, row * max(map(sum, everyone)))
+        return Layout(list(enumerate(blocks)), row * max(map(sum, everyone)))
 
     def _meet(self, lane: Lane, number: int) -> None:
         if self._met[lane] < number:

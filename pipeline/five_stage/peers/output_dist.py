@@ -1,30 +1,34 @@
-"""Output dists of pooled vectors through peer memory, each way, with bitwise the same results and gradients.
+"""Output dists through peer memory, each way, with bitwise the same results and gradients.
 
 The vectors of tables split by columns, or not at all, are copied: a rank writes its columns where its peers' samples
 have them. Those of tables split by rows are sums of what all ranks have looked up: each rank writes its terms to the
 rank of the sample, which adds them in rank order; of two ranks NCCL's sum has the same bits. Every rank writes its
-gradients where the owners' lookups read them.
+gradients where the owners' lookups read them, divided on their way. Unpooled vectors are copied too, one block for each
+feature and rank: lookups have them by feature, then rank, and TorchRec's all-to-all needs them by rank, each way.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from .. import reasons
 from ..sharded_modules import Sharded
 from ..trimmed.ec_sharder import TrimmedEC
-from ..trimmed.output_dist import PooledOnTheirWay, TrimmedOutputDist
+from ..trimmed.output_dist import TrimmedOutputDist, VectorsOnTheirWay
 from .push import Block, Layout, sum_of_ranks
 
 if TYPE_CHECKING:
@@ -34,14 +38,13 @@ if TYPE_CHECKING:
 def output_dists(peers: "Peers", one: Sharded) -> tuple[dict[nn.Module, Callable[..., Any]], dict[str, str]]:
     """Returns the forwards that put a module's output dists through peer memory; and why NCCL keeps the others, by
     what they exchange."""
-    if isinstance(one.collection, TrimmedEC):
-        return {}, {f"vectors of {one.name}": reasons.PEERS_UNPOOLED()}
     forwards, kept = dict[nn.Module, Callable[..., Any]](), dict[str, str]()
+    pooled = not isinstance(one.collection, TrimmedEC)
     for kind, stock in zip(one.collection._sharding_types, one.collection._output_dists, strict=True):
-        name = f"pooled vectors of {one.name}, {kind}"
-        if type(stock) is DpPooledEmbeddingDist:
+        name = f"{'pooled ' if pooled else ''}vectors of {one.name}, {kind}"
+        if type(stock) in (DpPooledEmbeddingDist, DpSequenceEmbeddingDist):
             continue
-        if getattr(stock, "_codecs", None) is not None:
+        if getattr(stock if pooled else stock._dist, "_codecs", None) is not None:
             kept[name] = reasons.PEERS_QUANTISED()
         elif type(stock) is TrimmedOutputDist:
             forwards[stock] = partial(_columns, peers, name, stock.dims, ())
@@ -49,6 +52,9 @@ def output_dists(peers: "Peers", one: Sharded) -> tuple[dict[nn.Module, Callable
             forwards[stock] = partial(_columns, peers, name, stock._dim_sum_per_rank, stock._callbacks or ())
         elif type(stock) is RwPooledEmbeddingDist:
             forwards[stock] = partial(_rows, peers, name)
+        elif type(stock) is TwSequenceEmbeddingDist:
+            of_ranks = one.collection._sharding_type_to_sharding[kind].feature_names_per_rank()
+            forwards[stock] = partial(_sequences, peers, name, list(map(len, of_ranks)))
         else:
             kept[name] = reasons.PEERS_OTHER_DIST(kind=type(stock).__name__)
     return forwards, kept
@@ -63,7 +69,7 @@ def _columns(
     sharding_ctx: EmbeddingShardingContext,
 ) -> Awaitable[Tensor]:
     """Stands for the forward of a TwPooledEmbeddingDist. dims: columns of each rank."""
-    awaitable = PooledOnTheirWay(local_embs, _OfColumns(peers, name, sharding_ctx.batch_size_per_rank, dims))
+    awaitable = VectorsOnTheirWay(local_embs, _OfColumns(peers, name, sharding_ctx.batch_size_per_rank, dims))
     awaitable.callbacks.extend(callbacks)
     return awaitable
 
@@ -71,36 +77,46 @@ def _columns(
 def _rows(peers: "Peers", name: str, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
     """Stands for the forward of a RwPooledEmbeddingDist."""
     dims = [local_embs.shape[1]] * peers.ranks
-    return PooledOnTheirWay(local_embs, _OfRows(peers, name, sharding_ctx.batch_size_per_rank, dims))
+    return VectorsOnTheirWay(local_embs, _OfRows(peers, name, sharding_ctx.batch_size_per_rank, dims))
+
+
+def _sequences(
+    peers: "Peers", name: str, features: Sequence[int], local_embs: Tensor, sharding_ctx: SequenceShardingContext
+) -> Awaitable[Tensor]:
+    """Stands for the forward of a TwSequenceEmbeddingDist, whose batches have declared sizes. features: number of
+    features that each rank looks up."""
+    before = sharding_ctx.features_before_input_dist
+    assert before is not None, "an input dist of declared sizes has told them"
+    return VectorsOnTheirWay(local_embs, _Unpooled(peers, name, features, before.length_per_key(), local_embs.shape[1]))
 
 
 class _Pooled(ABC):
-    """The exchange of one batch, each way; see PooledExchange. Rank r has sizes[r] samples, and looks up dims[r]
+    """The exchange of one batch, each way; see VectorExchange. Rank r has sizes[r] samples, and looks up dims[r]
     columns for all of them: [samples of all ranks, dims[r]]."""
 
     def __init__(self, peers: "Peers", name: str, sizes: Sequence[int], dims: Sequence[int]) -> None:
         self._peers, self._name, self._sizes, self._dims = peers, name, tuple(sizes), tuple(dims)
-        self._own, self.local_batch_size = dims[peers.rank], sizes[peers.rank]
+        self._own, self.rows = dims[peers.rank], sizes[peers.rank]
         self._before = list(accumulate(self._sizes, initial=0))
         """Samples of all earlier ranks; at the end, of all ranks."""
         self._divides = get_gradient_division()
 
     def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
         """Sends them; returns what waits for those of the local batch, [local batch, columns]."""
-        pushed = self._send(self._name, local_embs, self._along)
+        pushed = self._send(self._name, local_embs, self._along, 1)
         return lambda: self._arrived(pushed.wait())
 
     def backward(self, grad: Tensor) -> Tensor:
         """Returns the flat gradient of the sent vectors, given that of the local batch's."""
-        pushed = self._send(f"gradients of the {self._name}", grad, self._back)
-        received = pushed.wait()[: self._before[-1] * self._own]
-        return received.div_(self._peers.ranks) if self._divides else received
+        divisor = self._peers.ranks if self._divides else 1
+        pushed = self._send(f"gradients of the {self._name}", grad, self._back, divisor)
+        return pushed.wait()[: self._before[-1] * self._own]
 
-    def _send(self, name: str, values: Tensor, lay_out: Callable[[int], Layout]) -> "Pushed":
+    def _send(self, name: str, values: Tensor, lay_out: Callable[[int], Layout], divisor: int) -> "Pushed":
         """Sends parts of rows, [any, columns]. lay_out: of their distance, which is any too."""
         values = values if values.stride(1) == 1 else values.contiguous()
         distance, shared = values.stride(0), (self._sizes, self._dims)
-        return self._peers.push(name, "vectors", values, shared, partial(lay_out, distance), distance)
+        return self._peers.push(name, "vectors", values, shared, partial(lay_out, distance), distance, divisor=divisor)
 
     @abstractmethod
     def _along(self, distance: int) -> Layout:
@@ -124,19 +140,19 @@ class _OfColumns(_Pooled):
             Block(distance * before, distance, first, width, size, self._own)
             for before, size in zip(self._before, self._sizes, strict=False)
         ]
-        return Layout(blocks, width * max(self._sizes))
+        return Layout(list(enumerate(blocks)), width * max(self._sizes))
 
     def _back(self, distance: int) -> Layout:
         before = self._before[self._peers.rank]
         firsts = accumulate(self._dims, initial=0)
         blocks = [
-            Block(first, distance, before * dim, dim, self.local_batch_size, dim)
+            Block(first, distance, before * dim, dim, self.rows, dim)
             for first, dim in zip(firsts, self._dims, strict=False)
         ]
-        return Layout(blocks, max(self._dims) * self._before[-1])
+        return Layout(list(enumerate(blocks)), max(self._dims) * self._before[-1])
 
     def _arrived(self, received: Tensor) -> Tensor:
-        pooled = received[: self.local_batch_size * sum(self._dims)].view(self.local_batch_size, -1)
+        pooled = received[: self.rows * sum(self._dims)].view(self.rows, -1)
         return pooled.clone() if self._peers.copies else pooled
 
 
@@ -145,17 +161,76 @@ class _OfRows(_Pooled):
 
     def _along(self, distance: int) -> Layout:
         assert len(set(self._sizes)) == 1, "as TorchRec's reduce-scatter"
-        size = self.local_batch_size
+        size = self.rows
         to = size * self._own * self._peers.rank
         blocks = [Block(distance * before, distance, to, self._own, size, self._own) for before in self._before[:-1]]
-        return Layout(blocks, self._own * self._before[-1])
+        return Layout(list(enumerate(blocks)), self._own * self._before[-1])
 
     def _back(self, distance: int) -> Layout:
         to = self._own * self._before[self._peers.rank]
-        block = Block(0, distance, to, self._own, self.local_batch_size, self._own)
-        return Layout([block] * self._peers.ranks, self._own * self._before[-1])
+        block = Block(0, distance, to, self._own, self.rows, self._own)
+        return Layout([(rank, block) for rank in range(self._peers.ranks)], self._own * self._before[-1])
 
     def _arrived(self, received: Tensor) -> Tensor:
-        pooled = torch.empty(self.local_batch_size * self._own, dtype=received.dtype, device=received.device)
+        pooled = torch.empty(self.rows * self._own, dtype=received.dtype, device=received.device)
         sum_of_ranks(received.view(self._peers.ranks, -1), pooled)
-        return pooled.view(self.local_batch_size, -1)
+        return pooled.view(self.rows, -1)
+
+
+class _Unpooled:
+    """The exchange of one batch's unpooled vectors, each way; see VectorExchange. All ranks have batches of the same
+    sizes. Rank r looks up ids of its features, in rows by feature, then rank, and receives all features' rows."""
+
+    def __init__(self, peers: "Peers", name: str, features: Sequence[int], ids: Sequence[int], width: int) -> None:
+        """features: number of each rank's. ids: of a rank's batch, for each feature of the first rank, then the second
+        and so on. width: columns of a row."""
+        self._peers, self._name, self._divides = peers, name, get_gradient_division()
+        self._width, self.rows = width, sum(ids)
+        ends = accumulate(features, initial=0)
+        self._ids = tuple(tuple(ids[first:end]) for first, end in pairwise(ends))
+        """Of the features of each rank."""
+
+    def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
+        """Sends them; returns what waits for those of the local batch, [rows, columns]."""
+        pushed = self._send(self._name, local_embs, self._along, 1)
+        return lambda: self._arrived(pushed.wait())
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Returns the flat gradient of the sent vectors, given that of the local batch's."""
+        divisor = self._peers.ranks if self._divides else 1
+        pushed = self._send(f"gradients of the {self._name}", grad, self._back, divisor)
+        return pushed.wait()[: self._looked_up(self._peers.rank) * self._width]
+
+    def _send(self, name: str, values: Tensor, lay_out: Callable[[], Layout], divisor: int) -> "Pushed":
+        shared = self._ids, self._width
+        return self._peers.push(name, "vectors", values.contiguous(), shared, lay_out, divisor=divisor)
+
+    def _along(self) -> Layout:
+        """Returns the form of the exchange of vectors."""
+        rank, ranks = self._peers.rank, self._peers.ranks
+        target, source, blocks = sum(map(sum, self._ids[:rank])), 0, []
+        for ids in self._ids[rank]:
+            blocks += [(to, self._rows(source + ids * to, target, ids)) for to in range(ranks)]
+            source, target = source + ids * ranks, target + ids
+        return Layout(blocks, self.rows * self._width)
+
+    def _back(self) -> Layout:
+        """Returns the form of the exchange of gradients."""
+        rank, ranks = self._peers.rank, self._peers.ranks
+        source, blocks = 0, []
+        for owner, of_owner in enumerate(self._ids):
+            target = 0
+            for ids in of_owner:
+                blocks.append((owner, self._rows(source, target + ids * rank, ids)))
+                source, target = source + ids, target + ids * ranks
+        return Layout(blocks, max(map(self._looked_up, range(ranks))) * self._width)
+
+    def _looked_up(self, rank: int) -> int:
+        return self._peers.ranks * sum(self._ids[rank])
+
+    def _rows(self, source: int, target: int, count: int) -> Block:
+        return Block(source * self._width, 0, target * self._width, 0, 1, count * self._width)
+
+    def _arrived(self, received: Tensor) -> Tensor:
+        rows = received[: self.rows * self._width].view(self.rows, -1)
+        return rows.clone() if self._peers.copies else rows

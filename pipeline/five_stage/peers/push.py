@@ -23,6 +23,9 @@ _UNITS, _UNITS_OF_FEW = 256, 1024
 _FEW = 24
 """Programs that copy a rank's block beside other work. As many as its size asks for would fill all multiprocessors: on
 two H200s a sum over a batch then took 80 us instead of 23 beside the copy of 21 MB, which took 66."""
+_PROGRAMS = 1 << 14
+"""Programs of all blocks together, at most: those of a small block beside large ones have nothing to copy, and come and
+go."""
 _SUMS = 1024
 _MOST = 2**31 - 2**16
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,8 +53,8 @@ class Block(NamedTuple):
 class Layout(NamedTuple):
     """The form of an exchange, in elements."""
 
-    blocks: list[Block]
-    """Elements that this rank sends each rank."""
+    blocks: list[tuple[int, Block]]
+    """Elements that this rank sends, each block with the rank that is sent it; any number for a rank."""
     size: int
     """Size of a buffer: the largest number that any rank receives."""
 
@@ -68,27 +71,29 @@ class RankBuffers:
 
 
 class PushTable:
-    """The blocks of an exchange, one for each rank, in the units that a kernel copies; on the device, int64 [ranks, 6]:
-    the fields of Block."""
+    """The blocks of an exchange in the units that a kernel copies; on the device, int64 [blocks, 7]: rank, and the
+    fields of Block."""
 
-    def __init__(self, blocks: Sequence[Block], itemsize: int, alignment: int, device: torch.device) -> None:
-        """itemsize: bytes of an element. alignment: bytes that the source's address is a multiple of."""
-        self.blocks = tuple(blocks)
-        sent = [block for block in blocks if block.elements]
+    def __init__(
+        self, blocks: Sequence[tuple[int, Block]], itemsize: int, alignment: int, device: torch.device
+    ) -> None:
+        """blocks: see Layout. itemsize: bytes of an element. alignment: bytes that the source's address is a multiple
+        of."""
+        self.blocks = [(rank, block) for rank, block in blocks if block.elements]
+        sent = [block for _, block in self.blocks]
         numbers = [n * itemsize for of in sent for n in (of.source, of.target, of.columns, *_strides(of))]
         self.unit = gcd(WIDEST, alignment, *numbers)
         """Bytes, a power of two."""
         self.end = max((of.source + (of.rows - 1) * of.source_stride + of.columns for of in sent), default=0)
         """Elements of the source up to the last one that is sent."""
-        in_units = [self._in_units(of, itemsize) for of in blocks]
-        self.most = max(of.elements for of in in_units)
+        in_units = [self._in_units(of, itemsize) for of in sent]
+        self.most = max((of.elements for of in in_units), default=0)
         """Units of the largest block."""
         assert self.most < _MOST, "the kernel counts units in int32"
-        self.units = torch.tensor(in_units, dtype=torch.int64, device=device)
+        ranked = [(rank, *of) for (rank, _), of in zip(self.blocks, in_units, strict=True)]
+        self.units = torch.tensor(ranked, dtype=torch.int64, device=device)
 
     def _in_units(self, of: Block, itemsize: int) -> Block:
-        if not of.elements:
-            return Block(0, 0, 0, 0, 0, 1)  # the kernel divides by columns
         *places, columns = (n * itemsize // self.unit for n in (*of[:4], of.columns))
         return Block._make((*places, of.rows, columns))
 
@@ -97,37 +102,41 @@ def _strides(of: Block) -> tuple[int, int]:
     return (of.source_stride, of.target_stride) if of.rows > 1 else (0, 0)
 
 
-def push(source: Tensor, table: PushTable, outs: RankBuffers, beside: bool = False) -> None:
+def push(source: Tensor, table: PushTable, outs: RankBuffers, beside: bool = False, divisor: int = 1) -> None:
     """Copies the table's blocks from `source` into the buffers of their ranks, whose other bytes stay unchanged.
 
     source: of any dtype; its elements are counted in memory, from its first one on. beside: leave multiprocessors to
-    other work, which matters more. The caller puts a barrier of all ranks before this call, after the last read of the
+    other work, which matters more. divisor: of the elements on their way, if their dtype is in SUMMED; the result is
+    Tensor.div_'s, bit by bit. The caller puts a barrier of all ranks before this call, after the last read of the
     buffers, and one after it, before the next read.
     """
+    assert divisor == 1 or source.dtype in SUMMED, "only numbers of a dtype of SUMMED are divided"
     if source.is_cuda:
-        triton_push(source, table, outs, beside)
+        triton_push(source, table, outs, beside, divisor)
     else:
-        plain_push(source, table, outs)
+        plain_push(source, table, outs, divisor)
 
 
-def plain_push(source: Tensor, table: PushTable, outs: RankBuffers) -> None:
+def plain_push(source: Tensor, table: PushTable, outs: RankBuffers, divisor: int = 1) -> None:
     """Computes `push` in PyTorch."""
-    for out, of in zip(outs.tensors, table.blocks, strict=True):
-        if of.elements:
-            shape, start = (of.rows, of.columns), source.storage_offset() + of.source
-            into = out.view(source.dtype)
-            into = into.as_strided(shape, (of.target_stride, 1), into.storage_offset() + of.target)
-            into.copy_(source.as_strided(shape, (of.source_stride, 1), start))
+    for rank, of in table.blocks:
+        shape, start = (of.rows, of.columns), source.storage_offset() + of.source
+        into = outs.tensors[rank].view(source.dtype)
+        into = into.as_strided(shape, (of.target_stride, 1), into.storage_offset() + of.target)
+        block = source.as_strided(shape, (of.source_stride, 1), start)
+        into.copy_(block if divisor == 1 else block / divisor)
 
 
-def triton_push(source: Tensor, table: PushTable, outs: RankBuffers, beside: bool = False) -> None:
+def triton_push(source: Tensor, table: PushTable, outs: RankBuffers, beside: bool = False, divisor: int = 1) -> None:
     """Computes `push` in one kernel."""
     word, units = min(table.unit, 4), _UNITS_OF_FEW if beside else _UNITS
     if table.most:
-        flat = source.as_strided((table.end,), (1,), source.storage_offset()).view(_WORDS[word])
+        flat = source.as_strided((table.end,), (1,), source.storage_offset())
+        if divisor == 1:
+            flat = flat.view(_WORDS[word])
         parts = -(-table.most // units)
-        programs = min(parts, _FEW) if beside else parts
-        sizes = (-(-parts // programs), table.unit // word, units)
+        programs = min(parts, _FEW if beside else max(1, _PROGRAMS // len(table.blocks)))
+        sizes = (-(-parts // programs), table.unit // flat.itemsize, units, 1 / divisor)
         _push_to_ranks_kernel[(programs, len(table.blocks))](flat, outs.addresses, table.units, *sizes, num_warps=4)
 
 
@@ -162,10 +171,11 @@ def triton_sum_of_ranks(terms: Tensor, out: Tensor, scale: float, own: int | Non
 
 @jit
 def _push_to_ranks_kernel(
-    source, addresses, blocks, turns: tl.constexpr, vector: tl.constexpr, units: tl.constexpr
+    source, addresses, blocks, turns, vector: tl.constexpr, units: tl.constexpr, scale: tl.constexpr
 ) -> None:
-    rank = tl.program_id(1)
-    block = blocks + 6 * rank
+    block = blocks + 7 * tl.program_id(1)
+    rank = tl.load(block)
+    block += 1
     columns = tl.load(block + 5).to(tl.int32)
     count = tl.load(block + 4).to(tl.int32) * columns
     # Alignment is a hint on the pointer, as the cast loses the integer's.
@@ -179,6 +189,8 @@ def _push_to_ranks_kernel(
         write = tl.load(block + 2) + row * tl.load(block + 3) + column
         mask = (unit < count)[:, None]
         value = tl.load(source + read[:, None] * vector + within, mask)
+        if scale != 1.0:  # the reciprocal, as PyTorch divides by a number
+            value = (value.to(tl.float32) * scale).to(source.dtype.element_ty)
         tl.store(out + write[:, None] * vector + within, value, mask)
 
 

@@ -60,7 +60,7 @@ class TrimmedOutputDist(nn.Module):
         divides, sizes = get_gradient_division(), tuple(sharding_ctx.batch_size_per_rank)
         make = partial(_Exchange, self._group, self.dims, sizes, self._rank, divides, local_embs.device)
         replay = _Exchange.replay if self._cuda_graph else None
-        return PooledOnTheirWay(local_embs, self._exchanges.get((divides, *sizes), local_embs.device, make, replay))
+        return VectorsOnTheirWay(local_embs, self._exchanges.get((divides, *sizes), local_embs.device, make, replay))
 
 
 class _Exchange:
@@ -77,16 +77,16 @@ class _Exchange:
     ) -> None:
         """divides: whether to divide the gradient by the number of ranks."""
         self._divides = divides
-        self._group, self._ranks, self.local_batch_size = group, len(dims), batch_sizes[rank]
+        self._group, self._ranks, self.rows = group, len(dims), batch_sizes[rank]
         self._by_table = [size * dims[rank] for size in batch_sizes]
-        self._by_sample = [self.local_batch_size * dim for dim in dims]
+        self._by_sample = [self.rows * dim for dim in dims]
         # Received blocks are [rank, sample, columns of the rank]; all numbers of columns are multiples of one width.
         self._width = math.gcd(*dims)
         order, first = [], 0
         for dim in dims:
             blocks = dim // self._width
-            order.append(first + torch.arange(self.local_batch_size * blocks).view(self.local_batch_size, blocks))
-            first += self.local_batch_size * blocks
+            order.append(first + torch.arange(self.rows * blocks).view(self.rows, blocks))
+            first += self.rows * blocks
         self._to_samples = torch.cat(order, dim=1).view(-1).to(device)
         self._to_ranks = torch.argsort(self._to_samples)
         self.graphed: list[GraphedFunction] = []
@@ -138,46 +138,47 @@ class _Exchange:
         return values.reshape(-1, self._width).index_select(0, order)
 
 
-class PooledExchange(Protocol):
-    """The exchange of pooled vectors, each way, on the current stream."""
+class VectorExchange(Protocol):
+    """The exchange of looked-up vectors, each way, on the current stream."""
 
-    local_batch_size: int
+    rows: int
+    """Number of rows that arrive: samples, or ids if vectors are not pooled."""
 
     def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
-        """Sends them; returns what waits for those of the local batch, in rows of any width. local_embs: [global batch,
-        columns of this rank]."""
+        """Sends them; returns what waits for those of the local batch, in rows of any width. local_embs: what this rank
+        has looked up for all ranks, [samples or ids, columns of this rank]."""
 
     def backward(self, grad: Tensor) -> Tensor:
         """Returns the flat gradient of the sent vectors, given the gradient of the received ones."""
 
 
-class PooledOnTheirWay(Awaitable[Tensor]):
-    """The vectors of the local batch, [local batch, columns], as a function of those sent."""
+class VectorsOnTheirWay(Awaitable[Tensor]):
+    """The vectors of the local batch, [rows, columns], as a function of those sent."""
 
-    def __init__(self, local_embs: Tensor, exchange: PooledExchange) -> None:
-        """Sends them. local_embs: [global batch, columns of this rank]."""
+    def __init__(self, local_embs: Tensor, exchange: VectorExchange) -> None:
+        """Sends them. local_embs: see VectorExchange."""
         super().__init__()
         self._local_embs, self._exchange = local_embs, exchange
         self._finish = exchange.start_forward(local_embs.detach())
 
     def _wait_impl(self) -> Tensor:
-        pooled: Tensor = _Pooled.apply(self._local_embs, self._finish, self._exchange)
-        return pooled.view(self._exchange.local_batch_size, -1)
+        vectors: Tensor = _Vectors.apply(self._local_embs, self._finish, self._exchange)
+        return vectors.view(self._exchange.rows, -1)
 
 
-class _Pooled(Function):
-    """The pooled vectors as a function of the sent ones.
+class _Vectors(Function):
+    """The received vectors as a function of the sent ones.
 
     The returned tensor is created within, and is not a view: autograd refuses in-place changes of anything else.
     """
 
     @staticmethod
-    def forward(ctx: Any, local_embs: Tensor, finish: Callable[[], Tensor], exchange: PooledExchange) -> Tensor:
+    def forward(ctx: Any, local_embs: Tensor, finish: Callable[[], Tensor], exchange: VectorExchange) -> Tensor:
         ctx.exchange, ctx.shape = exchange, local_embs.shape
         return finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        exchange: PooledExchange = ctx.exchange
+        exchange: VectorExchange = ctx.exchange
         return exchange.backward(grad).view(ctx.shape), None, None

@@ -9,7 +9,6 @@ import torch
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.build import build_pipeline
-from dlrm_bench.pipeline.five_stage import reasons
 from tests.dlrm.zoo.small import drawn, padded, small
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
 from tests.pipeline.five_stage.peers.memory_on_cpu import peer_memory_on_cpu
@@ -91,7 +90,7 @@ def through_peers(ranks: Ranks, names: Sequence[str]) -> dict[str, dict[str, Any
 def test_peer_memory_trains_what_collectives_train(run_ranks: Callable[..., list[Any]], gpu: bool) -> None:
     for of_rank in run_ranks(2, through_peers, ("zoo-dlrm", "zoo-deepfm", "zoo-two-towers", "zoo-sequence"), gpu=gpu):
         for name, described in of_rank.items():
-            peers, sequences = described["peer_memory"], name == "zoo-sequence"
-            assert peers["by_nccl"] == ({"vectors of items": reasons.PEERS_UNPOOLED()} if sequences else {}), name
-            ways = [of for of in peers["through"] if "pooled vectors" in of]
-            assert len(ways) == (4 if name == "zoo-two-towers" else 2), name
+            peers = described["peer_memory"]
+            assert peers["by_nccl"] == {}, name
+            ways = [of for of in peers["through"] if "vectors of" in of]
+            assert len(ways) == (4 if name in ("zoo-two-towers", "zoo-sequence") else 2), name

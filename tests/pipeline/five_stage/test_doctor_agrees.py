@@ -98,7 +98,7 @@ UNSEEN = {
 """Reasons that only batches, captures and steps show."""
 EXCHANGES = {
     *(reasons.PEERS_ALONE, reasons.PEERS_NO_GRAPH, reasons.PEERS_APART, reasons.PEERS_UNSEEN, reasons.PEERS_NO_ACCESS),
-    *(reasons.PEERS_NO_TRITON, reasons.PEERS_UNPOOLED, reasons.PEERS_QUANTISED, reasons.PEERS_OTHER_DIST),
+    *(reasons.PEERS_NO_TRITON, reasons.PEERS_QUANTISED, reasons.PEERS_OTHER_DIST),
     *(reasons.PEERS_DTYPE, reasons.PEERS_LARGE),
 }
 """Reasons that leave an exchange to NCCL, within the graph all the same."""

@@ -1,22 +1,27 @@
 """Output dists through peer memory give TorchRec's vectors and gradients, bit by bit."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed import comm_ops
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import reasons
+from dlrm_bench.pipeline.five_stage.trimmed.ec_sharder import TrimmedEC
 from dlrm_bench.pipeline.five_stage.trimmed.output_dist import TrimmedOutputDist
 from tests.cases import GPU_PLACES
 from tests.pipeline.five_stage.peers.memory_on_cpu import module_of, peers_of
@@ -142,6 +147,85 @@ def test_what_nccl_keeps_has_a_reason(run_ranks: Callable[..., Any]) -> None:
     whys = {"row_wise": quantised, "table_wise": quantised, "table_row_wise": other}
     by_nccl = {f"pooled vectors of module, {kind}": why for kind, why in whys.items()}
     assert run_ranks(2, kept) == [{"through": [], "by_nccl": by_nccl}] * 2
+
+
+def sequences(ranks: Ranks) -> None:
+    """Of features with any number of ids on each rank, also without features."""
+    world = ranks.world_size
+    names = [f"feature_{i}" for i in range(5)]
+    for shares in ([2, 3], [5, 0], [0, 5]) if world == 2 else ([2, 0, 3], [1, 4, 0]):
+        firsts = [sum(shares[:rank]) for rank in range(world)]
+        of_ranks = [names[first : first + share] for first, share in zip(firsts, shares, strict=True)]
+        stock = TwSequenceEmbeddingDist(dist.group.WORLD, shares, ranks.device)
+        same_sequences(ranks, stock, names, of_ranks)
+
+
+class Sequences(TrimmedEC):
+    """A sharded EmbeddingCollection, as far as Peers use it."""
+
+    def __init__(self, of: Any, sharding: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.rank_group, self._sharding_types, self._output_dists = of.rank_group, of._sharding_types, of._output_dists
+        self._sharding_type_to_sharding = dict.fromkeys(of._sharding_types, sharding)
+
+
+def same_sequences(ranks: Ranks, stock: Any, names: list[str], of_ranks: list[list[str]]) -> None:
+    sharding = SimpleNamespace(feature_names_per_rank=lambda: of_ranks)
+    module = Sequences(module_of(ranks, kind=stock), sharding)
+    peers = peers_of(ranks, module=module)
+    for launch, division in enumerate((True, False, True, True)):
+        comm_ops.set_gradient_division(division)
+        for ids in ([7, 1, 0, 4, 9], [3] * 5):
+            for dtype in DTYPES:
+                expected = unpooled_both_ways(stock, ranks, names, of_ranks, ids, dtype)
+                with peers.at(launch % 2):
+                    got = unpooled_both_ways(stock, ranks, names, of_ranks, ids, dtype)
+                assert "forward" not in vars(stock)
+                for ours, theirs in zip(got, expected, strict=True):
+                    assert torch.equal(ours, theirs), (ids, division, dtype)
+    comm_ops.set_gradient_division(True)
+    name = "vectors of module, kind"
+    assert peers.describe() == {"through": [name, f"gradients of the {name}"], "by_nccl": {}}
+
+
+def unpooled_both_ways(
+    stock: Any,
+    ranks: Ranks,
+    names: list[str],
+    of_ranks: list[list[str]],
+    ids: list[int],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """What arrives, and the gradient of what was sent; of two samples."""
+    world, own = ranks.world_size, of_ranks[ranks.rank]
+    of = dict(zip(names, ids, strict=True))
+    torch.manual_seed(ranks.rank)
+    lengths = torch.tensor([[of[name], 0] for name in own for _ in range(world)], dtype=torch.int64).view(-1, 2)
+    sent = [sum(of[name] for name in of_rank) for of_rank in of_ranks]
+    before = KeyedJaggedTensor(
+        keys=names,
+        values=torch.zeros(sum(ids), dtype=torch.int64),
+        lengths=torch.tensor([[count, 0] for count in ids]).view(-1),
+        stride=2,
+        length_per_key=ids,
+    )
+    context = SequenceShardingContext(
+        features_before_input_dist=before,
+        input_splits=sent,
+        output_splits=[sent[ranks.rank]] * world,
+        lengths_after_input_dist=lengths.view(len(own), world * 2).to(ranks.device),
+        batch_size_per_rank=[2] * world,
+    )
+    embs = torch.randn(world * sent[ranks.rank], 8).to(ranks.device, dtype).requires_grad_()
+    result = stock(embs, context).wait()
+    result.backward(torch.randn(result.shape).to(ranks.device, dtype))
+    assert embs.grad is not None
+    return result.detach().clone(), embs.grad.clone()
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), [*PLACES, (3, False)])
+def test_unpooled_vectors_are_torchrecs(run_ranks: Callable[..., Any], world_size: int, gpu: bool) -> None:
+    run_ranks(world_size, sequences, gpu=gpu)
 
 
 def sent_on(ranks: Ranks) -> tuple[bool, bool]:

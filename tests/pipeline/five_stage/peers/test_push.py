@@ -47,7 +47,7 @@ def test_every_element_is_where_its_block_says() -> None:
     source = torch.arange(100, dtype=torch.int32, device=DEVICE)
     blocks = [Block(20, 10, 4, 8, 3, 2), Block(0, 0, 0, 0, 0, 1), Block(99, 0, 0, 0, 1, 1)]
     outs = buffers(3, 96)
-    push(source, PushTable(blocks, 4, WIDEST, DEVICE), outs)
+    push(source, PushTable(list(enumerate(blocks)), 4, WIDEST, DEVICE), outs)
     first, second, third = (of.view(torch.int32).tolist() for of in outs.tensors)
     unsent = torch.full((4,), 0xA5, dtype=torch.uint8).view(torch.int32).item()
     expected = [unsent] * 24
@@ -64,7 +64,7 @@ def test_every_element_is_where_its_block_says() -> None:
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
 def test_the_kernel_equals_the_plain_function(blocks: list[Block], skipped: int, dtype: torch.dtype) -> None:
     source = source_of(dtype)[skipped:]
-    table = PushTable(blocks, source.itemsize, _alignment(source), DEVICE)
+    table = PushTable(list(enumerate(blocks)), source.itemsize, _alignment(source), DEVICE)
     got, expected = buffers(len(blocks), 1 << 16), buffers(len(blocks), 1 << 16)
     triton_push(source, table, got)
     plain_push(source, table, expected)
@@ -93,7 +93,7 @@ def test_any_blocks(seed: int) -> None:
         source, target, *gaps = (step * draw.randint(0, 9) for _ in range(4))
         blocks.append(Block(source, columns + gaps[0], target, columns + gaps[1], rows, columns))
     values = source_of(torch.float16, 16 * (40 * 18 + 9))
-    table = PushTable(blocks, 2, WIDEST, DEVICE)
+    table = PushTable(list(enumerate(blocks)), 2, WIDEST, DEVICE)
     ends = [of.source + (of.rows - 1) * of.source_stride + of.columns for of in blocks if of.elements]
     values = values[: max(ends, default=0)].clone()
     assert table.unit >= min(16, 2 * step)
@@ -103,9 +103,50 @@ def test_any_blocks(seed: int) -> None:
     assert all(map(torch.equal, got.tensors, expected.tensors))
 
 
+@needs_triton
+@pytest.mark.parametrize("programs", [1 << 14, 4])
+def test_a_rank_is_sent_any_number_of_blocks(programs: int) -> None:
+    """Large and small ones, to one rank three and to another none; by fewer programs than they have parts."""
+    blocks = [(2, Block(0, 0, 0, 0, 1, 3000)), (0, Block(8, 0, 0, 0, 1, 8)), (2, Block(3000, 0, 4000, 0, 1, 12))]
+    blocks += [(2, Block(16, 0, 3500, 0, 1, 4)), (0, Block(0, 8, 8, 8, 3, 8))]
+    source = source_of(torch.float32)
+    table = PushTable(blocks, 4, WIDEST, DEVICE)
+    got, expected = buffers(3, 1 << 16), buffers(3, 1 << 16)
+    with patch.object(push_module, "_PROGRAMS", programs):
+        triton_push(source, table, got)
+    plain_push(source, table, expected)
+    assert all(map(torch.equal, got.tensors, expected.tensors))
+    assert torch.equal(got.tensors[2].view(torch.float32)[4000:4012], source[3000:3012])
+    assert bool((got.tensors[1] == 0xA5).all())
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("divisor", [2, 3, 8])
+def test_elements_are_divided_on_their_way(divisor: int, dtype: torch.dtype) -> None:
+    source = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(DEVICE).to(dtype)
+    blocks = [(0, Block(0, 64, 0, 32, 20, 32)), (1, Block(5, 0, 3, 0, 1, 900))]
+    table = PushTable(blocks, source.itemsize, WIDEST, DEVICE)
+    got, expected = buffers(2, 1 << 14), buffers(2, 1 << 14)
+    triton_push(source, table, got, divisor=divisor)
+    plain_push(source, table, expected, divisor)
+    ours, plain = got.tensors[1].view(dtype)[3:903], expected.tensors[1].view(dtype)[3:903]
+    assert torch.equal(plain, source[5:905].clone().div_(divisor))
+    # The interpreter rounds to bf16 in its own way, and a CPU divides, where GPUs multiply by the reciprocal.
+    exact = DEVICE.type == "cuda" or (divisor != 3 and dtype != torch.bfloat16)
+    torch.testing.assert_close(ours, plain, **({"rtol": 0, "atol": 0} if exact else {}))
+    rest = got.tensors[0].view(dtype)[640:], expected.tensors[0].view(dtype)[640:]
+    assert torch.equal(rest[0].view(torch.uint8), rest[1].view(torch.uint8))
+
+
+def test_only_numbers_are_divided() -> None:
+    with pytest.raises(AssertionError, match="divided"):
+        push(source_of(torch.int64), PushTable([], 8, WIDEST, DEVICE), buffers(2, 64), divisor=2)
+
+
 def test_the_widest_loads_are_those_that_everything_is_aligned_to() -> None:
     def unit(*blocks: Block, itemsize: int = 4, alignment: int = WIDEST) -> int:
-        return PushTable(blocks, itemsize, alignment, DEVICE).unit
+        return PushTable(list(enumerate(blocks)), itemsize, alignment, DEVICE).unit
 
     aligned = Block(0, 64, 0, 128, 7, 32)
     assert unit(aligned) == 16
