@@ -20,7 +20,7 @@ dense weight changes, but tables do. Gradients of looked-up vectors are known on
 zeroed, everything else of their iteration changes, and from the next iteration on nothing changes on any rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from typing import Any
 
@@ -53,6 +53,7 @@ class TorchRecLossGuard:
         self._skip: list[Tensor] = []
         self._guard = LossGuard(ranks, None, self.tallies)
         self._looks = BesideBackward(self._guard.look, ranks.device)
+        self._cleared = _LastResult()
         model.register_forward_hook(self._look)
 
     def watch_lookups(self, sharded: nn.Module) -> None:
@@ -79,6 +80,7 @@ class TorchRecLossGuard:
     def _look(self, model: nn.Module, arguments: Any, output: Any) -> None:
         """Looks at the losses; collective in training. TorchRec's pipelines also trace the model with tensor
         proxies."""
+        self._cleared.forget()  # a backward that failed has not
         loss = output[0] if isinstance(output, tuple) else None
         if model.training and isinstance(loss, Tensor):
             self._looks.begin(loss)
@@ -98,7 +100,31 @@ class TorchRecLossGuard:
 
     def _gated(self, gradient: Tensor) -> Tensor:
         self._looks.wait()
-        return cleared_gradients(self._guard.watch, gradient.detach())  # autograd's own may have other users
+        # Not in place: autograd's own may have other users.
+        return self._cleared.of(gradient, lambda: cleared_gradients(self._guard.watch, gradient.detach()))
+
+
+class _LastResult:
+    """The last result of a function of gradients, within one backward: the backward of a sum hands all its terms, such
+    as the vectors of several features, the same tensor one after another."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Hashable, Tensor] | None = None
+
+    def of(self, gradient: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Returns compute(), or its last result if that was for this very tensor, unchanged, on the same stream. Call
+        it within a backward."""
+        stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+        state = gradient._version, stream
+        if self._last is None:
+            Variable._execution_engine.queue_callback(self.forget)
+        if self._last is None or self._last[0] is not gradient or self._last[1] != state:
+            self._last = gradient, state, compute()
+        return self._last[2]
+
+    def forget(self) -> None:
+        """Lets go of the tensors."""
+        self._last = None
 
 
 class BesideBackward:
