@@ -59,7 +59,7 @@ def ladders(for_graphs: tuple[str, ...] = (), whole: str | None = None) -> Mappi
     for_graphs: flags that a model's data need from the first rung with graphs on. whole: the choice of --cuda-graph at
     the end of `main` and `ends`, if a graph can, or may, hold the model's iteration. full: all switches, one more per
     rung; main: those with the largest effect; ends: stock and the best of `main`; exchange: such a graph with
-    collectives and with peer memory; same: one rung twice (A/A).
+    collectives and with peer memory; drop-in: ends, and peer memory; same: one rung twice (A/A).
     """
     rungs, flags = [_STOCK], tuple[str, ...]()
     for name, more, note in _STEPS:
@@ -72,6 +72,7 @@ def ladders(for_graphs: tuple[str, ...] = (), whole: str | None = None) -> Mappi
     if whole is not None:
         rung = replace(_WHOLE, flags=(*main[-1].flags, "--cuda-graph", whole))
         main, ends = (*main, rung), (*ends, rung)
-        of_graphs["exchange"] = (rung, replace(_PEERS, flags=(*rung.flags, "--peer-memory")))
+        peers = replace(_PEERS, flags=(*rung.flags, "--peer-memory"))
+        of_graphs = {"exchange": (rung, peers), "drop-in": (*ends, peers)}
     same = (Rung("same-a", main[-1].flags), Rung("same-b", main[-1].flags, "Nothing: the same thing again."))
     return {"full": full, "main": main, "ends": ends, **of_graphs, "same": same, "stock": (_STOCK,)}

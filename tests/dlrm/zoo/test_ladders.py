@@ -27,6 +27,7 @@ def test_every_rung_adds_to_the_one_before(preset: str) -> None:
     exchanges: Any = [parse(["--preset", preset, *rung.flags]).pipeline for rung in benchmark.ladders["exchange"]]
     assert [pipeline.peer_memory for pipeline in exchanges] == [False, True]
     assert benchmark.ladders["exchange"][0] == benchmark.ladders["ends"][-1]
+    assert benchmark.ladders["drop-in"] == (*benchmark.ladders["ends"], benchmark.ladders["exchange"][1])
     last: Any = parse(["--preset", preset, *benchmark.ladders["ends"][-1].flags]).pipeline
     assert last.cuda_graph == ("iteration-or-dense" if preset.startswith("hstu") else "iteration")
 
