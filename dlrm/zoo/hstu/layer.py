@@ -15,37 +15,31 @@ from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_ba
 
 
 class SiluAttention(torch.autograd.Function):
-    """Applies `kernels.silu_attention` to a projection [T, heads * 4 * width] with u, v, q and k of all heads, in this
-    order: returns u and the result, each [T, heads * width]. A slice outside would give u a gradient of the whole
-    projection's size, to be added to the other."""
+    """Applies `kernels.silu_attention` to v, q and k of all heads, in this order: [T, 3 * heads * width]; returns
+    [T, heads * width]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int
-    ) -> tuple[Tensor, Tensor]:
-        sequences = Sequences(offsets, targets, max_length)
-        u, v, q, k = _by_heads(projected, heads)
-        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-        silu_attention_forward(q, k, v, sequences, out)
-        ctx.save_for_backward(projected, offsets, targets)
+    def forward(ctx: Any, vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+        v, q, k = _by_heads(vqk, heads)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)  # the kernels write all rows
+        silu_attention_forward(q, k, v, Sequences(offsets, targets, max_length), out)
+        ctx.save_for_backward(vqk, offsets, targets)
         ctx.max_length, ctx.heads = max_length, heads
-        return u.flatten(1), out.flatten(1)
+        return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_u, of_out = grads
-        projected, offsets, targets = ctx.saved_tensors
+        vqk, offsets, targets = ctx.saved_tensors
+        v, q, k = _by_heads(vqk, ctx.heads)
+        of_vqk = torch.empty_like(vqk)
+        dv, dq, dk = _by_heads(of_vqk, ctx.heads)
         sequences = Sequences(offsets, targets, ctx.max_length)
-        _, v, q, k = _by_heads(projected, ctx.heads)
-        of_projected = torch.zeros_like(projected)
-        du, dv, dq, dk = _by_heads(of_projected, ctx.heads)
-        du.copy_(of_u.unflatten(1, v.shape[1:]))
-        silu_attention_backward(of_out.contiguous().view(v.shape), q, k, v, sequences, dq, dk, dv)
-        return of_projected, None, None, None, None
+        silu_attention_backward(grads[0].contiguous().view(v.shape), q, k, v, sequences, dq, dk, dv)
+        return of_vqk, None, None, None, None
 
 
-def _by_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
-    return tuple(part.unflatten(1, (heads, -1)) for part in projected.chunk(4, dim=1))
+def _by_heads(vqk: Tensor, heads: int) -> tuple[Tensor, ...]:
+    return tuple(part.unflatten(1, (heads, -1)) for part in vqk.chunk(3, dim=1))
 
 
 _apply: Any = torch.compiler.disable(SiluAttention.apply)
@@ -53,11 +47,9 @@ _apply: Any = torch.compiler.disable(SiluAttention.apply)
 
 
 @torch.fx.wrap
-def silu_attention(
-    projected: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int
-) -> tuple[Tensor, Tensor]:
+def silu_attention(vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
     """Calls SiluAttention; a separate function, because TorchRec's trace of a model does not look into it."""
-    return _apply(projected, offsets, targets, max_length, heads)
+    return _apply(vqk, offsets, targets, max_length, heads)
 
 
 class HstuLayer(nn.Module):
@@ -67,7 +59,7 @@ class HstuLayer(nn.Module):
         """bf16: compute in bf16, with fp32 weights and residuals, as DLRMv4 is trained."""
         super().__init__()
         inner = config.heads * config.head_width
-        self._heads, self._max_length = config.heads, config.max_length
+        self._heads, self._inner, self._max_length = config.heads, inner, config.max_length
         self._bf16 = bf16
         self.norm = nn.LayerNorm(config.width, device=device)
         self.project = nn.Linear(config.width, 4 * inner, device=device)
@@ -76,8 +68,11 @@ class HstuLayer(nn.Module):
 
     def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
         """offsets: [B + 1], the first token of each sequence; targets: [B], number of candidates at its end."""
-        projected = functional.silu(self._linear(self.project, self.norm(tokens)))
-        u, attended = silu_attention(projected, offsets, targets, self._max_length, self._heads)
+        # Split before the SiLU: a compiled layer then writes the projection's gradient from u's and the attention's in
+        # one kernel, and u is not a view, whose gradient would be of the whole projection's size.
+        u, vqk = self._linear(self.project, self.norm(tokens)).split([self._inner, 3 * self._inner], dim=1)
+        u, vqk = functional.silu(u), functional.silu(vqk)
+        attended = silu_attention(vqk, offsets, targets, self._max_length, self._heads)
         gated = self.attention_norm(attended.to(tokens.dtype)) * u
         return tokens + self._linear(self.output, gated)
 

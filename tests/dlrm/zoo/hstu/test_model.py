@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.config
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torchrec import KeyedJaggedTensor
 
 from dlrm_bench.dlrm.zoo.hstu.batch import HstuBatch, batch_ids, capacities, random_batches
 from dlrm_bench.dlrm.zoo.hstu.config import SMALL, TINY, HstuConfig
-from dlrm_bench.dlrm.zoo.hstu.model import HstuRanker, HstuTrain, of_actions, of_users, sample_and_place
+from dlrm_bench.dlrm.zoo.hstu.model import HstuRanker, HstuTrain
+from dlrm_bench.dlrm.zoo.hstu.tokens import HstuLayout, HstuTokens
 
 
 def model(config: HstuConfig = TINY, bf16: bool = False) -> HstuRanker:
@@ -44,18 +47,60 @@ def test_samples_do_not_meet(config: HstuConfig) -> None:
     torch.testing.assert_close(together, alone)
 
 
-def test_compiled_layers_are_compiled_once_for_all_of_them_and_once_for_any_number_of_tokens() -> None:
+def parts(ranker: HstuRanker) -> list[nn.Module]:
+    """As in hstu/parts.py."""
+    return [ranker.layout, ranker.tokens, *ranker.layers, ranker.head]
+
+
+def test_parts_are_compiled_once_and_once_for_any_number_of_tokens() -> None:
     torch._dynamo.reset()
     plain, compiled = model(), model()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    for layer in compiled.layers:
-        layer.compile(backend=counter)
+    for part in parts(compiled):
+        part.compile(backend=counter)
     compiled_after = []
     for batch in islice(random_batches(TINY, 4, seed=1), 5):
         torch.testing.assert_close(compiled(batch), plain(batch), rtol=0, atol=0)
         compiled_after.append(counter.frame_count)
-    of_layer = 2  # before and after the attention
-    assert compiled_after == [of_layer, *[2 * of_layer] * 4]
+    once = 3 + 2  # layout, tokens, head; all layers, before and after the attention
+    assert compiled_after == [once, *[2 * once] * 4]
+
+
+def gradients(train: HstuTrain, batch: HstuBatch) -> list[Tensor]:
+    train.zero_grad()
+    train(batch)[0].backward()
+    return [weight.grad.clone() for weight in train.parameters() if weight.grad is not None]
+
+
+def test_compiled_parts_give_equal_gradients_by_gathers() -> None:
+    torch._dynamo.reset()
+    plain, compiled = HstuTrain(model()), HstuTrain(model())
+    for part in parts(compiled.model):
+        part.compile(dynamic=True)
+    batch, padded = (next(random_batches(TINY, 4, seed=1, padded=padded)) for padded in (False, True))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, code = run_and_get_code(gradients, compiled, batch)
+    assert code
+    # An index's gradient, which adds by atomics in GPU kernels.
+    assert not any("index_put" in of_graph for of_graph in code)
+    torch.testing.assert_close(found, gradients(plain, batch), rtol=1e-4, atol=1e-6)
+    assert all(map(torch.equal, gradients(compiled, batch), found))
+    torch.testing.assert_close(gradients(compiled, padded), gradients(plain, padded), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_nothing_reads_uninitialised_memory(bf16: bool) -> None:
+    train, batch = HstuTrain(model(bf16=bf16)), next(random_batches(TINY, 4, seed=6, padded=True))
+    expected = gradients(train, batch)
+    torch.use_deterministic_algorithms(True)  # fills it with NaN
+    try:
+        assert torch.empty(1).isnan()
+        found = gradients(train, batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(of.isfinite().all() for of in found)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert all(map(torch.equal, gradients(train, batch), expected))
 
 
 def test_a_candidate_does_not_see_the_others() -> None:
@@ -151,30 +196,99 @@ def test_capacities_are_few_and_near_the_mean(batch_size: int) -> None:
     assert sum(waste) < 1.2 * sum(b.actions.numel() for b in drawn)
 
 
-def test_no_place_has_most_of_the_tokens_that_belong_to_no_sample() -> None:
-    _, place = sample_and_place(torch.empty(54, 1), torch.tensor([0, 2, 4]), 5)
-    assert place[:4].tolist() == [0, 1, 0, 1]
-    assert place.bincount().tolist() == [12, 12, 10, 10, 10]
+class TokenInputs:
+    """Random inputs of HstuTokens, fp64, for 3 samples, with 7 events of padding if padded."""
+
+    def __init__(self, config: HstuConfig, padded: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*rows: int) -> list[Tensor]:
+            drawn = [torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in rows]
+            return [of.requires_grad_() for of in drawn]
+
+        self.lengths, self.per = torch.tensor([4, 1, 3], dtype=torch.int32), config.candidates
+        events, tables = 8 + 7 * padded, len(config.event_rows)
+        self.actions = torch.randint(5, (events,), generator=generator)
+        self.history, self.candidates = draw(*[events] * tables), draw(*[3 * self.per] * tables)
+        self.users = draw(*[3] * len(config.user_rows))
+        self.of_action, self.of_place = draw(5, config.max_length)
+        self.differentiable = [*self.history, *self.candidates, *self.users, self.of_action, self.of_place]
+        self.grad = torch.randn(events + 3 * self.per, 4, generator=generator, dtype=torch.float64)
+        self.grad[8 + 3 * self.per :] = 0  # padding's
+
+    def by(self, layout: Any, tokens: Any) -> Tensor:
+        return tokens(
+            self.history,
+            self.candidates,
+            self.users,
+            self.actions,
+            layout(self.lengths, self.actions),
+            self.of_action,
+            self.of_place,
+        )
+
+    def one_by_one(self) -> Tensor:
+        """The tokens by their definition."""
+        tokens: list[Tensor] = []
+
+        def add(of_tables: list[Tensor], row: int, place: int, sample: int, action: int | None = None) -> None:
+            token = sum(table[row] for table in of_tables) + self.of_place[place % len(self.of_place)]
+            token = token + sum(user[sample] for user in self.users)
+            tokens.append(token if action is None else token + self.of_action[action])
+
+        event = start = 0
+        for sample, length in enumerate(self.lengths.tolist()):
+            start = len(tokens)
+            for place in range(length):
+                add(self.history, event, place, sample, int(self.actions[event]))
+                event += 1
+            for i in range(self.per):
+                add(self.candidates, sample * self.per + i, length + i, sample)
+        for row in range(event, len(self.actions)):  # padding
+            add(self.history, row, len(tokens) - start, 2, int(self.actions[row]))
+        return torch.stack(tokens)
 
 
-def test_a_users_gradient_is_the_sum_over_its_tokens() -> None:
-    offsets = torch.tensor([0, 4, 4, 7])
-    sample, place = sample_and_place(torch.empty(9, 1), offsets, 5)
-    assert sample.tolist() == [0, 0, 0, 0, 2, 2, 2, 2, 2]
-    assert place.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
-    users = torch.randn(3, 2, requires_grad=True)
-    grad = torch.randn(9, 2)
-    grad[7:] = 0  # of no sample
-    found, expected = of_users(users, offsets, sample, place, 5), users[sample]
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(of, users, grad)[0] for of in (found, expected)))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("padded", [False, True], ids=["no padding", "padding"])
+@pytest.mark.parametrize(("candidates", "user_rows"), [(1, ()), (2, (5, 5)), (2, (5,))])
+def test_tokens_are_sums_of_vectors(candidates: int, user_rows: tuple[int, ...], padded: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    config = replace(TINY, user_rows=user_rows, candidates=candidates, mean_history=4, max_history=6)
+    inputs, layout, tokens = TokenInputs(config, padded), HstuLayout(config), HstuTokens()
+    if compiled:
+        layout.compile(fullgraph=True)
+        tokens.compile(fullgraph=True)
+    found, expected = inputs.by(layout, tokens), inputs.one_by_one()
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    ours, theirs, again = (
+        torch.autograd.grad(of, inputs.differentiable, inputs.grad)
+        for of in (found, expected, inputs.by(layout, tokens))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+    assert all(map(torch.equal, ours, again))
+    kinds = len(config.event_rows), len(config.event_rows), len(user_rows)
+    shared = [of.data_ptr() for of in ours[: sum(kinds)]]
+    assert len(set(shared)) == 2 + bool(user_rows), "the tables of a kind share one gradient"
 
 
-def test_an_actions_gradient_is_the_sum_over_its_events() -> None:
-    weight, actions, grad = torch.randn(5, 3, requires_grad=True), torch.randint(5, (40,)), torch.randn(40, 3)
-    found, expected = of_actions(weight, actions), nn.functional.embedding(actions, weight)
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(of, weight, grad)[0] for of in (found, expected)))
+def test_the_layout_of_samples_and_padding() -> None:
+    layout = HstuLayout(replace(TINY, max_history=4, mean_history=2, candidates=1))
+    of = layout(torch.tensor([3, 0, 2]), torch.empty(12))
+    assert of.offsets.tolist() == [0, 4, 5, 8]
+    assert of.targets.tolist() == [1, 1, 1]
+    assert of.sample.tolist() == [0, 0, 0, 0, 1, 2, 2, 2] + [2] * 7
+    assert of.place.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert of.candidate.tolist() == [-1, -1, -1, 0, 1, -1, -1, 2] + [-1] * 7
+    assert of.candidate_tokens.tolist() == [3, 4, 7]
+    assert of.event_tokens.tolist() == [0, 1, 2, 5, 6, *range(8, 15)]
+    assert of.event[of.event_tokens].tolist() == list(range(12))
+
+
+def test_names_of_weights_in_a_state_are_stable() -> None:
+    names = [name for name in model().state_dict() if not name.startswith(("layers.", "tables."))]
+    head = [f"head.{part}" for part in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")]
+    assert names == ["actions.weight", "places.weight", *head]
 
 
 def test_it_learns() -> None:
