@@ -188,7 +188,7 @@ class _Unpooled:
         self._width, self.rows = width, sum(ids)
         ends = accumulate(features, initial=0)
         self._ids = tuple(tuple(ids[first:end]) for first, end in pairwise(ends))
-        """Of the features of each rank."""
+        """Numbers of ids of each rank's features."""
 
     def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
         """Sends them; returns what waits for those of the local batch, [rows, columns]."""
