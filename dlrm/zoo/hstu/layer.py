@@ -6,7 +6,6 @@ u, v, q, k = split(silu(norm(x) W1 + b1));   y = x + norm(attention(q, k, v)) * 
 from typing import Any
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -14,42 +13,63 @@ from dlrm_bench.dlrm.zoo.hstu.config import HstuConfig
 from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
 
 
-class SiluAttention(torch.autograd.Function):
+def _attention(vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
     """Applies `kernels.silu_attention` to v, q and k of all heads, in this order: [T, 3 * heads * width]; returns
     [T, heads * width]."""
+    v, q, k = _by_heads(vqk, heads)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)  # the kernels write all rows
+    silu_attention_forward(q, k, v, Sequences(offsets, targets, max_length), out)
+    return out.flatten(1)
 
-    @staticmethod
-    def forward(ctx: Any, vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
-        v, q, k = _by_heads(vqk, heads)
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)  # the kernels write all rows
-        silu_attention_forward(q, k, v, Sequences(offsets, targets, max_length), out)
-        ctx.save_for_backward(vqk, offsets, targets)
-        ctx.max_length, ctx.heads = max_length, heads
-        return out.flatten(1)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        vqk, offsets, targets = ctx.saved_tensors
-        v, q, k = _by_heads(vqk, ctx.heads)
-        of_vqk = torch.empty_like(vqk)
-        dv, dq, dk = _by_heads(of_vqk, ctx.heads)
-        sequences = Sequences(offsets, targets, ctx.max_length)
-        silu_attention_backward(grads[0].contiguous().view(v.shape), q, k, v, sequences, dq, dk, dv)
-        return of_vqk, None, None, None, None
+def _attention_backward(
+    grad: Tensor, vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int
+) -> Tensor:
+    """Returns the gradient of `vqk`, given that of the result."""
+    v, q, k = _by_heads(vqk, heads)
+    of_vqk = torch.empty(vqk.shape, dtype=vqk.dtype, device=vqk.device)
+    dv, dq, dk = _by_heads(of_vqk, heads)
+    of_out = grad.contiguous().view(v.shape)
+    silu_attention_backward(of_out, q, k, v, Sequences(offsets, targets, max_length), dq, dk, dv)
+    return of_vqk
 
 
 def _by_heads(vqk: Tensor, heads: int) -> tuple[Tensor, ...]:
     return tuple(part.unflatten(1, (heads, -1)) for part in vqk.chunk(3, dim=1))
 
 
-_apply: Any = torch.compiler.disable(SiluAttention.apply)
-"""Its kernels are not torch.compile's."""
+# Operators, which torch.compile calls as they are and compiles around. Uncompiled code calls the functions: an
+# operator's dispatch would cost the host time.
+_ATTENTION = torch.library.custom_op("dlrm_bench::silu_attention", _attention, mutates_args=())
+_ATTENTION_BACKWARD = torch.library.custom_op(
+    "dlrm_bench::silu_attention_backward", _attention_backward, mutates_args=()
+)
 
 
-@torch.fx.wrap
-def silu_attention(vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
-    """Calls SiluAttention; a separate function, because TorchRec's trace of a model does not look into it."""
-    return _apply(vqk, offsets, targets, max_length, heads)
+@_ATTENTION.register_fake
+def _(vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+    return vqk.new_empty(vqk.shape[0], vqk.shape[1] // 3)
+
+
+@_ATTENTION_BACKWARD.register_fake
+def _(grad: Tensor, vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+    return vqk.new_empty(vqk.shape)
+
+
+class SiluAttention(torch.autograd.Function):
+    """The attention of `_attention`, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, vqk: Tensor, offsets: Tensor, targets: Tensor, max_length: int, heads: int) -> Tensor:
+        ctx.save_for_backward(vqk, offsets, targets)
+        ctx.sizes = max_length, heads
+        attention = _ATTENTION if torch.compiler.is_compiling() else _attention
+        return attention(vqk, offsets, targets, max_length, heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        backward = _ATTENTION_BACKWARD if torch.compiler.is_compiling() else _attention_backward
+        return backward(grads[0], *ctx.saved_tensors, *ctx.sizes), None, None, None, None
 
 
 class HstuLayer(nn.Module):
@@ -68,11 +88,9 @@ class HstuLayer(nn.Module):
 
     def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
         """offsets: [B + 1], the first token of each sequence; targets: [B], number of candidates at its end."""
-        # Split before the SiLU: a compiled layer then writes the projection's gradient from u's and the attention's in
-        # one kernel, and u is not a view, whose gradient would be of the whole projection's size.
-        u, vqk = self._linear(self.project, self.norm(tokens)).split([self._inner, 3 * self._inner], dim=1)
-        u, vqk = functional.silu(u), functional.silu(vqk)
-        attended = silu_attention(vqk, offsets, targets, self._max_length, self._heads)
+        projected = functional.silu(self._linear(self.project, self.norm(tokens)))
+        u, vqk = projected.split([self._inner, 3 * self._inner], dim=1)
+        attended: Tensor = SiluAttention.apply(vqk, offsets, targets, self._max_length, self._heads)
         gated = self.attention_norm(attended.to(tokens.dtype)) * u
         return tokens + self._linear(self.output, gated)
 
@@ -81,3 +99,14 @@ class HstuLayer(nn.Module):
         if not self._bf16:
             return linear(x)
         return functional.linear(*(of.to(torch.bfloat16) for of in (x, linear.weight, linear.bias)))
+
+
+class HstuLayers(nn.ModuleList):
+    """Layers one after another. A module with a forward, so that torch.compile joins the end of each layer to the
+    beginning of the next."""
+
+    def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
+        """Returns tokens [T, width]; arguments as for HstuLayer."""
+        for layer in self:
+            tokens = layer(tokens, offsets, targets)
+        return tokens

@@ -10,7 +10,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
 from dlrm_bench.dlrm.zoo.hstu.batch import CANDIDATE, HISTORY, USER, HstuBatch
 from dlrm_bench.dlrm.zoo.hstu.config import HstuConfig, Table
-from dlrm_bench.dlrm.zoo.hstu.layer import HstuLayer
+from dlrm_bench.dlrm.zoo.hstu.layer import HstuLayer, HstuLayers
 from dlrm_bench.dlrm.zoo.hstu.tokens import HstuHead, HstuLayout, HstuTokens
 
 
@@ -42,7 +42,7 @@ class HstuRanker(nn.Module):
         )
         self.actions = nn.Embedding(config.actions, config.width, device=device)
         self.places = nn.Embedding(config.max_length, config.width, device=device)
-        self.layers = nn.ModuleList(HstuLayer(config, device, bf16) for _ in range(config.layers))
+        self.layers = HstuLayers(HstuLayer(config, device, bf16) for _ in range(config.layers))
         self.head = HstuHead(config, device)
         self.layout, self.tokens = HstuLayout(config), HstuTokens()
 
@@ -56,9 +56,7 @@ class HstuRanker(nn.Module):
         lengths = of_samples(lengths, batch.labels, self._config.candidates)
         layout = self.layout(lengths, batch.actions)
         tokens = self.tokens(history, candidates, users, batch.actions, layout, self.actions.weight, self.places.weight)
-        for layer in self.layers:
-            tokens = layer(tokens, layout.offsets, layout.targets)
-        return self.head(tokens, layout)
+        return self.head(self.layers(tokens, layout.offsets, layout.targets), layout)
 
 
 def _values(embedded: dict[str, JaggedTensor], kind: str, tables: list[Table]) -> list[Tensor]:

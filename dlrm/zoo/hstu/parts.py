@@ -65,7 +65,7 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
         dense_optimizer=adam(optimizer),
         dense_states=ADAM_STATES,
         sizes=DeclaredSizes(batches=tuple(padded)),
-        compiled=(ranker.layout, ranker.tokens, *ranker.layers, ranker.head),
+        compiled=(ranker.layout, ranker.tokens, ranker.layers, ranker.head),
         casts=True,
     )
 
