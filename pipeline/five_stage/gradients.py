@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from .peers.exchanges import Peers
 
 _ALIGNMENT = 128  # bytes; optimizers read gradients in vectors
-_BUCKET = 2**24
-"""Bytes from which gradients are reduced before the others are made. Two H200s take 70 us for 16 MiB by NCCL, of which
-10 are the same for any size."""
+_BUCKET, _LEAST = 2**24, 2**22
+"""Bytes from which gradients are reduced before the others are made: the latter if no more than these follow, so that
+few are left for the end. Two H200s take 70 us for 16 MiB by NCCL, of which 10 are the same for any size."""
 
 
 class Bucket(NamedTuple):
@@ -58,14 +58,18 @@ class FlatGradients:
         """All gradients, in the order in which a backward makes them, the late ones last."""
 
     def _buckets(self, flat: Tensor, made: Sequence[int]) -> list[Bucket]:
-        """Returns the buckets of a flat buffer, of at least _BUCKET bytes each, except for the last one."""
+        """Returns the buckets of a flat buffer: each, except for the last one, of at least _BUCKET bytes, or of as many
+        as follow and at least _LEAST."""
         buckets, members = list[Bucket](), list[int]()
         within = [i for i in made if self.views[i].dtype == flat.dtype]
+        following = sum(_aligned(self.views[i]) for i in within)
         for i in within:
             members.append(i)
             start, last = (int(self.views[of].storage_offset()) for of in (members[0], i))
             end = last + _aligned(self.views[i])
-            if i == within[-1] or (end - start) * flat.element_size() >= _BUCKET:
+            following -= _aligned(self.views[i])
+            enough = min(_BUCKET, max(_LEAST, following * flat.element_size()))
+            if i == within[-1] or (end - start) * flat.element_size() >= enough:
                 buckets.append(Bucket(flat[start:end], members))
                 members = []
         return buckets

@@ -93,6 +93,20 @@ def of_one_dtype(ranks: Ranks) -> None:
     assert FlatGradients(parameters, ranks.device, dist.group.WORLD).buckets[0].members == [4, 3, 2, 1, 0]
 
 
+def test_few_gradients_are_left_for_the_end(run_ranks):
+    run_ranks(1, ever_smaller)
+
+
+def ever_smaller(ranks: Ranks) -> None:
+    assert dist.group.WORLD is not None
+    module = dlrm_bench.pipeline.five_stage.gradients
+    parameters = [nn.Parameter(torch.ones(128)) for _ in range(13)]  # 512 bytes each
+    with patch.object(module, "_BUCKET", 4 * 512), patch.object(module, "_LEAST", 512 + 1):
+        gradients = FlatGradients(parameters, ranks.device, dist.group.WORLD)
+    # 9 and 5 follow the first two, more than a bucket; then 2 follow 3, and 1 alone would be less than the least.
+    assert [len(bucket.members) for bucket in gradients.buckets] == [4, 4, 3, 2]
+
+
 SOME = (128, 128, 100, 128, 0, 128, 7)
 """Numbers of elements of parameters, of which one is padded, one is nothing, and the last is late."""
 
