@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm_bench.dlrm.zoo.hstu.config import HstuConfig
+from dlrm_bench.dlrm.zoo.hstu.tokens import Layout, of_candidates
 from dlrm_bench.kernels.dense.silu_attention import Sequences, silu_attention_backward, silu_attention_forward
 
 
@@ -86,11 +87,14 @@ class HstuLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(inner, device=device)
         self.output = nn.Linear(inner, config.width, device=device)
 
-    def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
-        """offsets: [B + 1], the first token of each sequence; targets: [B], number of candidates at its end."""
+    def forward(self, tokens: Tensor, layout: Layout, candidates_only: bool = False) -> Tensor:
+        """candidates_only: return the candidates' tokens alone, [C, width]."""
         projected = functional.silu(self._linear(self.project, self.norm(tokens)))
         u, vqk = projected.split([self._inner, 3 * self._inner], dim=1)
-        attended: Tensor = SiluAttention.apply(vqk, offsets, targets, self._max_length, self._heads)
+        sizes = self._max_length, self._heads
+        attended: Tensor = SiluAttention.apply(vqk, layout.offsets, layout.targets, *sizes)
+        if candidates_only:
+            tokens, u, attended = (of_candidates(of, layout) for of in (tokens, u, attended))
         gated = self.attention_norm(attended.to(tokens.dtype)) * u
         return tokens + self._linear(self.output, gated)
 
@@ -105,8 +109,9 @@ class HstuLayers(nn.ModuleList):
     """Layers one after another. A module with a forward, so that torch.compile joins the end of each layer to the
     beginning of the next."""
 
-    def forward(self, tokens: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
-        """Returns tokens [T, width]; arguments as for HstuLayer."""
-        for layer in self:
-            tokens = layer(tokens, offsets, targets)
+    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """Returns the candidates' tokens, [C, width], of tokens [T, width]: the last layer makes no others, because
+        nothing reads them."""
+        for i, layer in enumerate(self):
+            tokens = layer(tokens, layout, candidates_only=i == len(self) - 1)
         return tokens

@@ -56,7 +56,7 @@ class HstuRanker(nn.Module):
         lengths = of_samples(lengths, batch.labels, self._config.candidates)
         layout = self.layout(lengths, batch.actions)
         tokens = self.tokens(history, candidates, users, batch.actions, layout, self.actions.weight, self.places.weight)
-        return self.head(self.layers(tokens, layout.offsets, layout.targets), layout)
+        return self.head(self.layers(tokens, layout))
 
 
 def _values(embedded: dict[str, JaggedTensor], kind: str, tables: list[Table]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Tokens of HSTU from the vectors of its events, candidates and users, and logits of the candidates' tokens.
+"""Tokens of HSTU from the vectors of its events, candidates and users; logits from the candidates' tokens.
 
 Every result, gradients included, is a gather or a sum over padded sequences. torch.compile turns these into few
 kernels, and none with atomic additions, which would give other bits in every run: the gradient of a plain index would.
@@ -130,17 +130,23 @@ def _sum(of_tables: Sequence[Tensor]) -> Tensor:
 
 
 class _Candidates(torch.autograd.Function):
-    """The candidates' tokens, [C, width], of tokens [T, width]; candidate and candidate_tokens as in Layout."""
+    """Rows of x [T, W]; candidate and candidate_tokens as in Layout."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, candidate: Tensor, candidate_tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, candidate: Tensor, candidate_tokens: Tensor) -> Tensor:
         ctx.save_for_backward(candidate)
-        return tokens[candidate_tokens]
+        return x[candidate_tokens]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (candidate,) = ctx.saved_tensors
         return torch.where((candidate >= 0)[:, None], grads[0][candidate], 0), None, None
+
+
+def of_candidates(x: Tensor, layout: Layout) -> Tensor:
+    """Returns the rows of the candidates' tokens, [C, W], of x [T, W]."""
+    rows: Tensor = _Candidates.apply(x, layout.candidate, layout.candidate_tokens)
+    return rows
 
 
 class HstuHead(nn.ModuleList):
@@ -157,9 +163,8 @@ class HstuHead(nn.ModuleList):
             ]
         )
 
-    def forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """Returns logits, [C], from tokens [T, width]."""
-        x = _Candidates.apply(tokens, layout.candidate, layout.candidate_tokens)
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits, [C], from the candidates' tokens, [C, width]."""
         for module in self:
             x = module(x)
         return x.squeeze(1)

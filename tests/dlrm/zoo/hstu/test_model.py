@@ -15,7 +15,7 @@ from torchrec import KeyedJaggedTensor
 from dlrm_bench.dlrm.zoo.hstu.batch import HstuBatch, batch_ids, capacities, random_batches
 from dlrm_bench.dlrm.zoo.hstu.config import SMALL, TINY, HstuConfig
 from dlrm_bench.dlrm.zoo.hstu.model import HstuRanker, HstuTrain
-from dlrm_bench.dlrm.zoo.hstu.tokens import HstuLayout, HstuTokens
+from dlrm_bench.dlrm.zoo.hstu.tokens import HstuLayout, HstuTokens, Layout
 
 
 def model(config: HstuConfig = TINY, bf16: bool = False) -> HstuRanker:
@@ -62,7 +62,7 @@ def test_parts_are_compiled_once_and_once_for_any_number_of_tokens() -> None:
     for batch in islice(random_batches(TINY, 4, seed=1), 5):
         torch.testing.assert_close(compiled(batch), plain(batch), rtol=0, atol=0)
         compiled_after.append(counter.frame_count)
-    assert compiled_after == [4, *[8] * 4]
+    assert compiled_after == [4, *[7] * 4]  # the number of candidates, which the head sees, stays
 
 
 def gradients(train: HstuTrain, batch: HstuBatch) -> list[Tensor]:
@@ -123,16 +123,38 @@ def test_gradients_reach_all_weights() -> None:
     assert [name for name, weight in ranker.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
 
-def test_the_layer_equals_its_derivative() -> None:
+def layout_of(lengths: list[int], events: int) -> Layout:
+    return HstuLayout(TINY)(torch.tensor(lengths), torch.empty(events))
+
+
+@pytest.mark.parametrize("candidates_only", [False, True])
+def test_the_layer_equals_its_derivative(candidates_only: bool) -> None:
     layer = model().layers[0].double()
     assert isinstance(layer, nn.Module)
-    tokens = torch.randn(7, TINY.width, dtype=torch.float64, requires_grad=True)
-    offsets, targets = torch.tensor([0, 4, 7]), torch.tensor([2, 1])
+    layout = layout_of([2, 1], events=4)  # one of padding
+    tokens = torch.randn(8, TINY.width, dtype=torch.float64, requires_grad=True)
 
     def of(tokens: Tensor) -> Any:
-        return layer(tokens, offsets, targets).square().sum()
+        made = layer(tokens, layout, candidates_only)
+        return (made if candidates_only else made[:7]).square().sum()
 
     assert torch.autograd.gradcheck(of, tokens, atol=1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_the_last_layer_makes_the_candidates_tokens_alone(bf16: bool) -> None:
+    layers, layout = model(bf16=bf16).layers, layout_of([4, 0, 7], events=13)
+    tokens = torch.randn(13 + 3 * TINY.candidates, TINY.width, requires_grad=True)
+    every = tokens
+    for layer in layers:
+        every = layer(every, layout)
+    found, expected = layers(tokens, layout), every[layout.candidate_tokens]
+    assert found.shape == (3 * TINY.candidates, TINY.width)
+    tolerance: dict[str, float] = {"rtol": 2e-2, "atol": 1e-2} if bf16 else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(found, expected, **tolerance)
+    grad, of = torch.randn_like(found), (tokens, *layers.parameters())
+    ours, theirs = (torch.autograd.grad(result, of, grad) for result in (found, expected))
+    torch.testing.assert_close(ours, theirs, **tolerance)
 
 
 def test_equal_seeds_give_equal_batches_of_mean_length() -> None:
