@@ -21,7 +21,8 @@ class HstuBatch(FieldBatch):
 
     features: int64 ids of all tables, keys "history <table>" (a history's events), "candidate <table>"
     (config.candidates per sample) and "user <table>" (one per sample). actions: int64 [E], the kind of each event.
-    labels: fp32 [B * candidates], 1 if the user liked the candidate.
+    labels: fp32 [B * candidates], 1 if the user liked the candidate. lengths: int32 [B], the number of events in each
+    sample's history.
 
     A padded batch has additional sequences, of events that belong to no sample, so that E is one of `capacities`, the
     same on all ranks. Their number is the same in every batch, and none is longer than a history may be: FBGEMM's
@@ -32,6 +33,7 @@ class HstuBatch(FieldBatch):
     features: KeyedJaggedTensor
     actions: Tensor
     labels: Tensor
+    lengths: Tensor
 
 
 def capacities(config: HstuConfig, batch_size: int) -> list[int]:
@@ -41,7 +43,6 @@ def capacities(config: HstuConfig, batch_size: int) -> list[int]:
     The largest is four standard deviations above the mean of all batches, or the total of longest histories, if
     smaller. From there they go down in steps of one deviation, or of a sixteenth of the mean, if larger, because each
     needs a graph and its memory, to one deviation below the mean: at most six.
-    memory, to one deviation below the mean: six at most.
     """
     mean, deviation = batch_size * config.mean_history, 2 * _spread(config) / math.sqrt(12) * math.sqrt(batch_size)
     most = min(batch_size * config.max_history, math.ceil(mean + 4 * deviation))
@@ -100,7 +101,7 @@ def random_batches(
         item = values[keys.index(f"{CANDIDATE} {config.of_event()[0].name}")]
         labels = (item % 2 == torch.rand(candidates, generator=generator).lt(0.1)).float()
         features = KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(sizes))
-        yield HstuBatch(features, actions, labels)
+        yield HstuBatch(features, actions, labels, lengths)
 
 
 def _lengths(config: HstuConfig, batch_size: int, seed: int, rank: int) -> Iterator[Tensor]:

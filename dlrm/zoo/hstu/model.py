@@ -4,7 +4,6 @@ Values that depend on lengths are computed on the device: no step reads one on t
 """
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
@@ -48,13 +47,11 @@ class HstuRanker(nn.Module):
 
     def forward(self, batch: HstuBatch) -> Tensor:
         """Returns logits, [B * candidates]."""
+        layout = self.layout(batch.lengths, batch.actions)  # may run beside the lookup, whose result comes later
         embedded = self.tables(batch.features)
-        events, of_user = self._config.of_event(), self._config.of_user()
+        events = self._config.of_event()
         history, candidates = (_values(embedded, kind, events) for kind in (HISTORY, CANDIDATE))
-        users = _values(embedded, USER, of_user)
-        lengths = embedded[f"{HISTORY} {events[0].name}"].lengths()
-        lengths = of_samples(lengths, batch.labels, self._config.candidates)
-        layout = self.layout(lengths, batch.actions)
+        users = _values(embedded, USER, self._config.of_user())
         tokens = self.tokens(history, candidates, users, batch.actions, layout, self.actions.weight, self.places.weight)
         return self.head(self.layers(tokens, layout))
 
@@ -62,13 +59,6 @@ class HstuRanker(nn.Module):
 def _values(embedded: dict[str, JaggedTensor], kind: str, tables: list[Table]) -> list[Tensor]:
     """Returns the vectors of one kind of feature of each table, [tokens of that kind, width]."""
     return [embedded[f"{kind} {table.name}"].values() for table in tables]
-
-
-@torch.fx.wrap
-def of_samples(lengths: Tensor, labels: Tensor, candidates: int) -> Tensor:
-    """Returns the lengths of the samples' sequences, without those of padding. TorchRec's pipelines trace a model to
-    find the inputs of its tables; the trace does not look into this function, which depends on the sizes of tensors."""
-    return lengths[: len(labels) // candidates]
 
 
 class HstuTrain(nn.Module):

@@ -46,7 +46,7 @@ def empty_batch(config: TrainingConfig, pin: bool) -> Drawn:
     ids = KeyedJaggedTensor(
         batch.features.keys(), torch.zeros_like(batch.features.values()), lengths=batch.features.lengths()
     )
-    zeros = HstuBatch(ids, torch.zeros_like(batch.actions), torch.zeros_like(batch.labels))
+    zeros = HstuBatch(ids, torch.zeros_like(batch.actions), torch.zeros_like(batch.labels), batch.lengths)
     return Drawn(zeros.pin_memory() if pin else zeros, size)
 
 

@@ -32,7 +32,8 @@ def sample(batch: HstuBatch, index: int, config: HstuConfig = TINY) -> HstuBatch
     )
     offsets = next(iter(parts.values())).offsets()
     candidates = slice(index * config.candidates, (index + 1) * config.candidates)
-    return HstuBatch(features, batch.actions[offsets[index] : offsets[index + 1]], batch.labels[candidates])
+    actions, lengths = batch.actions[offsets[index] : offsets[index + 1]], batch.lengths[index : index + 1]
+    return HstuBatch(features, actions, batch.labels[candidates], lengths)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_candidate_does_not_see_the_others() -> None:
     values[first + start] = (values[first + start] + 1) % 50
     assert end - start == TINY.candidates
     changed = KeyedJaggedTensor(batch.features.keys(), values, lengths=batch.features.lengths())
-    after = ranker(HstuBatch(changed, batch.actions, batch.labels))
+    after = ranker(replace(batch, features=changed))
     assert before[0] != after[0]
     assert before[1] == after[1]
 
