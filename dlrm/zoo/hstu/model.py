@@ -61,14 +61,26 @@ def _values(embedded: dict[str, JaggedTensor], kind: str, tables: list[Table]) -
     return [embedded[f"{kind} {table.name}"].values() for table in tables]
 
 
+class HstuLoss(nn.Module):
+    """Mean binary cross-entropy. A module of its own, because Module.compile leaves those of torch.nn uncompiled."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the loss, fp32 [], from logits and labels of equal shapes."""
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
 class HstuTrain(nn.Module):
     """The model in the form of TorchRec's train pipelines: returns the loss, and (loss, logits, labels), detached."""
 
     def __init__(self, model: HstuRanker) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.loss = model, HstuLoss()
+
+    def compiled(self) -> tuple[nn.Module, ...]:
+        """Returns the parts for torch.compile."""
+        return self.model.layout, self.model.tokens, self.model.layers, self.model.head, self.loss
 
     def forward(self, batch: HstuBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         logits = self.model(batch)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        loss = self.loss(logits, batch.labels)
         return loss, (loss.detach(), logits.detach(), batch.labels)

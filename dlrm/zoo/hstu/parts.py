@@ -56,16 +56,16 @@ def torchrec_model(config: TrainingConfig, ranks: Ranks) -> TorchRecModel:
     assert isinstance(optimizer, ZooOptimizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        ranker = HstuRanker(model, tables_device=torch.device("meta"), bf16=config.precision == "bf16")
+        train = HstuTrain(HstuRanker(model, tables_device=torch.device("meta"), bf16=config.precision == "bf16"))
     padded = batch_ids(model, config.local_batch_size) if _data(config).padded else []
     return TorchRecModel(
-        module=HstuTrain(ranker),
+        module=train,
         batch=fresh,
         zeros=partial(empty_batch, config, ranks.device.type == "cuda"),
         dense_optimizer=adam(optimizer),
         dense_states=ADAM_STATES,
         sizes=DeclaredSizes(batches=tuple(padded)),
-        compiled=(ranker.layout, ranker.tokens, ranker.layers, ranker.head),
+        compiled=train.compiled(),
         casts=True,
     )
 
