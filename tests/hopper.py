@@ -181,8 +181,11 @@ def launch_exchange() -> None:
     outs = RankBuffers([torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(2)], 0)
     for columns, dtype in ((64, torch.float32), (2, torch.int32), (1, torch.int32), (1, torch.int16), (1, torch.int8)):
         source = torch.zeros(8192, dtype=dtype)
-        blocks = [Block(0, columns, 0, columns, 32, columns)] * 2
-        triton_push(source, PushTable(blocks, source.itemsize, 16, torch.device("cpu")), outs)
+        blocks = list(enumerate([Block(0, columns, 0, columns, 32, columns)] * 2))
+        table = PushTable(blocks, source.itemsize, 16, torch.device("cpu"))
+        triton_push(source, table, outs)
+        if source.is_floating_point():
+            triton_push(source, table, outs, divisor=2)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         triton_sum_of_ranks(torch.zeros(2, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 0.5)
 

@@ -171,7 +171,7 @@ def triton_sum_of_ranks(terms: Tensor, out: Tensor, scale: float, own: int | Non
 
 @jit
 def _push_to_ranks_kernel(
-    source, addresses, blocks, turns, vector: tl.constexpr, units: tl.constexpr, scale: tl.constexpr
+    source, addresses, blocks, turns: tl.constexpr, vector: tl.constexpr, units: tl.constexpr, scale: tl.constexpr
 ) -> None:
     block = blocks + 7 * tl.program_id(1)
     rank = tl.load(block)
