@@ -8,7 +8,7 @@ feature and rank: lookups have them by feature, then rank, and TorchRec's all-to
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -90,19 +90,17 @@ def _sequences(
     return VectorsOnTheirWay(local_embs, _Unpooled(peers, name, features, before.length_per_key(), local_embs.shape[1]))
 
 
-class _Pooled(ABC):
-    """The exchange of one batch, each way; see VectorExchange. Rank r has sizes[r] samples, and looks up dims[r]
-    columns for all of them: [samples of all ranks, dims[r]]."""
+class _Exchange(ABC):
+    """The exchange of one batch, each way; see VectorExchange."""
 
-    def __init__(self, peers: "Peers", name: str, sizes: Sequence[int], dims: Sequence[int]) -> None:
-        self._peers, self._name, self._sizes, self._dims = peers, name, tuple(sizes), tuple(dims)
-        self._own, self.rows = dims[peers.rank], sizes[peers.rank]
-        self._before = list(accumulate(self._sizes, initial=0))
-        """Samples of all earlier ranks; at the end, of all ranks."""
+    def __init__(self, peers: "Peers", name: str, rows: int, sent: int, shared: Hashable) -> None:
+        """rows: number that arrive. sent: number of elements that this rank looks up. shared: see Peers.push."""
+        self._peers, self._name, self.rows = peers, name, rows
+        self._sent, self._shared = sent, shared
         self._divides = get_gradient_division()
 
     def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
-        """Sends them; returns what waits for those of the local batch, [local batch, columns]."""
+        """Sends them; returns what waits for those of the local batch, [rows, columns]."""
         pushed = self._send(self._name, local_embs, self._along, 1)
         return lambda: self._arrived(pushed.wait())
 
@@ -110,13 +108,13 @@ class _Pooled(ABC):
         """Returns the flat gradient of the sent vectors, given that of the local batch's."""
         divisor = self._peers.ranks if self._divides else 1
         pushed = self._send(f"gradients of the {self._name}", grad, self._back, divisor)
-        return pushed.wait()[: self._before[-1] * self._own]
+        return pushed.wait()[: self._sent]
 
     def _send(self, name: str, values: Tensor, lay_out: Callable[[int], Layout], divisor: int) -> "Pushed":
         """Sends parts of rows, [any, columns]. lay_out: of their distance, which is any too."""
         values = values if values.stride(1) == 1 else values.contiguous()
-        distance, shared = values.stride(0), (self._sizes, self._dims)
-        return self._peers.push(name, "vectors", values, shared, partial(lay_out, distance), distance, divisor=divisor)
+        form = values.stride(0)
+        return self._peers.push(name, "vectors", values, self._shared, partial(lay_out, form), form, divisor=divisor)
 
     @abstractmethod
     def _along(self, distance: int) -> Layout:
@@ -128,7 +126,23 @@ class _Pooled(ABC):
 
     @abstractmethod
     def _arrived(self, received: Tensor) -> Tensor:
-        """Returns the local batch's vectors, [local batch, columns], of the buffer that the ranks have written."""
+        """Returns the local batch's vectors, [rows, columns], of the buffer that the ranks have written."""
+
+    def _copied(self, received: Tensor, columns: int) -> Tensor:
+        """Returns rows that arrived as they are."""
+        vectors = received[: self.rows * columns].view(self.rows, -1)
+        return vectors.clone() if self._peers.copies else vectors
+
+
+class _Pooled(_Exchange):
+    """Rank r has sizes[r] samples, and looks up dims[r] columns for all of them: [samples of all ranks, dims[r]]."""
+
+    def __init__(self, peers: "Peers", name: str, sizes: Sequence[int], dims: Sequence[int]) -> None:
+        self._sizes, self._dims, self._own = tuple(sizes), tuple(dims), dims[peers.rank]
+        self._before = list(accumulate(self._sizes, initial=0))
+        """Samples of all earlier ranks; at the end, of all ranks."""
+        sent, shared = self._before[-1] * self._own, (self._sizes, self._dims)
+        super().__init__(peers, name, sizes[peers.rank], sent, shared)
 
 
 class _OfColumns(_Pooled):
@@ -152,8 +166,7 @@ class _OfColumns(_Pooled):
         return Layout(list(enumerate(blocks)), max(self._dims) * self._before[-1])
 
     def _arrived(self, received: Tensor) -> Tensor:
-        pooled = received[: self.rows * sum(self._dims)].view(self.rows, -1)
-        return pooled.clone() if self._peers.copies else pooled
+        return self._copied(received, sum(self._dims))
 
 
 class _OfRows(_Pooled):
@@ -177,60 +190,43 @@ class _OfRows(_Pooled):
         return pooled.view(self.rows, -1)
 
 
-class _Unpooled:
-    """The exchange of one batch's unpooled vectors, each way; see VectorExchange. All ranks have batches of the same
-    sizes. Rank r looks up ids of its features, in rows by feature, then rank, and receives all features' rows."""
+class _Unpooled(_Exchange):
+    """All ranks have batches of the same sizes. Rank r looks up ids of its features, in rows by feature, then rank, and
+    receives all features' rows."""
 
     def __init__(self, peers: "Peers", name: str, features: Sequence[int], ids: Sequence[int], width: int) -> None:
         """features: number of each rank's. ids: of a rank's batch, for each feature of the first rank, then the second
         and so on. width: columns of a row."""
-        self._peers, self._name, self._divides = peers, name, get_gradient_division()
-        self._width, self.rows = width, sum(ids)
         ends = accumulate(features, initial=0)
-        self._ids = tuple(tuple(ids[first:end]) for first, end in pairwise(ends))
+        self._width, self._ids = width, tuple(tuple(ids[first:end]) for first, end in pairwise(ends))
         """Numbers of ids of each rank's features."""
+        self._looked_up = [peers.ranks * sum(of_rank) * width for of_rank in self._ids]
+        """Elements that each rank looks up."""
+        super().__init__(peers, name, sum(ids), self._looked_up[peers.rank], (self._ids, width))
 
-    def start_forward(self, local_embs: Tensor) -> Callable[[], Tensor]:
-        """Sends them; returns what waits for those of the local batch, [rows, columns]."""
-        pushed = self._send(self._name, local_embs, self._along, 1)
-        return lambda: self._arrived(pushed.wait())
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Returns the flat gradient of the sent vectors, given that of the local batch's."""
-        divisor = self._peers.ranks if self._divides else 1
-        pushed = self._send(f"gradients of the {self._name}", grad, self._back, divisor)
-        return pushed.wait()[: self._looked_up(self._peers.rank) * self._width]
-
-    def _send(self, name: str, values: Tensor, lay_out: Callable[[], Layout], divisor: int) -> "Pushed":
-        shared = self._ids, self._width
-        return self._peers.push(name, "vectors", values.contiguous(), shared, lay_out, divisor=divisor)
-
-    def _along(self) -> Layout:
-        """Returns the form of the exchange of vectors."""
+    def _along(self, distance: int) -> Layout:
         rank, ranks = self._peers.rank, self._peers.ranks
         target, source, blocks = sum(map(sum, self._ids[:rank])), 0, []
         for ids in self._ids[rank]:
-            blocks += [(to, self._rows(source + ids * to, target, ids)) for to in range(ranks)]
+            blocks += [(to, self._block(source + ids * to, distance, target, ids)) for to in range(ranks)]
             source, target = source + ids * ranks, target + ids
         return Layout(blocks, self.rows * self._width)
 
-    def _back(self) -> Layout:
-        """Returns the form of the exchange of gradients."""
+    def _back(self, distance: int) -> Layout:
         rank, ranks = self._peers.rank, self._peers.ranks
         source, blocks = 0, []
         for owner, of_owner in enumerate(self._ids):
             target = 0
             for ids in of_owner:
-                blocks.append((owner, self._rows(source, target + ids * rank, ids)))
+                blocks.append((owner, self._block(source, distance, target + ids * rank, ids)))
                 source, target = source + ids, target + ids * ranks
-        return Layout(blocks, max(map(self._looked_up, range(ranks))) * self._width)
+        return Layout(blocks, max(self._looked_up))
 
-    def _looked_up(self, rank: int) -> int:
-        return self._peers.ranks * sum(self._ids[rank])
-
-    def _rows(self, source: int, target: int, count: int) -> Block:
-        return Block(source * self._width, 0, target * self._width, 0, 1, count * self._width)
+    def _block(self, source: int, distance: int, target: int, rows: int) -> Block:
+        width = self._width
+        if distance == width:  # all in one piece
+            return Block(source * width, 0, target * width, 0, 1, rows * width)
+        return Block(source * distance, distance, target * width, width, rows, width)
 
     def _arrived(self, received: Tensor) -> Tensor:
-        rows = received[: self.rows * self._width].view(self.rows, -1)
-        return rows.clone() if self._peers.copies else rows
+        return self._copied(received, self._width)

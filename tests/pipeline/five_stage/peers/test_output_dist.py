@@ -179,7 +179,7 @@ def same_sequences(ranks: Ranks, stock: Any, names: list[str], of_ranks: list[li
             for dtype in DTYPES:
                 expected = unpooled_both_ways(stock, ranks, names, of_ranks, ids, dtype)
                 with peers.at(launch % 2):
-                    got = unpooled_both_ways(stock, ranks, names, of_ranks, ids, dtype)
+                    got = unpooled_both_ways(stock, ranks, names, of_ranks, ids, dtype, contiguous=launch < 3)
                 assert "forward" not in vars(stock)
                 for ours, theirs in zip(got, expected, strict=True):
                     assert torch.equal(ours, theirs), (ids, division, dtype)
@@ -195,8 +195,10 @@ def unpooled_both_ways(
     of_ranks: list[list[str]],
     ids: list[int],
     dtype: torch.dtype,
+    contiguous: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """What arrives, and the gradient of what was sent; of two samples."""
+    """What arrives, and the gradient of what was sent; of two samples. contiguous: the gradient that comes in, as
+    TorchRec's needs."""
     world, own = ranks.world_size, of_ranks[ranks.rank]
     of = dict(zip(names, ids, strict=True))
     torch.manual_seed(ranks.rank)
@@ -218,7 +220,8 @@ def unpooled_both_ways(
     )
     embs = torch.randn(world * sent[ranks.rank], 8).to(ranks.device, dtype).requires_grad_()
     result = stock(embs, context).wait()
-    result.backward(torch.randn(result.shape).to(ranks.device, dtype))
+    grad = torch.randn(result.shape).to(ranks.device, dtype)
+    result.backward(grad if contiguous else torch.cat([grad, grad], 1)[:, :8])
     assert embs.grad is not None
     return result.detach().clone(), embs.grad.clone()
 
