@@ -1,4 +1,4 @@
-"""A gradient that several features share is cleared once."""
+"""Cross-cutting: the guard clears a gradient that several features share once."""
 
 from unittest.mock import patch
 
