@@ -91,8 +91,7 @@ class HstuLayer(nn.Module):
         """candidates_only: return the candidates' tokens alone, [C, width]."""
         projected = functional.silu(self._linear(self.project, self.norm(tokens)))
         u, vqk = projected.split([self._inner, 3 * self._inner], dim=1)
-        sizes = self._max_length, self._heads
-        attended: Tensor = SiluAttention.apply(vqk, layout.offsets, layout.targets, *sizes)
+        attended: Tensor = SiluAttention.apply(vqk, layout.offsets, layout.targets, self._max_length, self._heads)
         if candidates_only:
             tokens, u, attended = (of_candidates(of, layout) for of in (tokens, u, attended))
         gated = self.attention_norm(attended.to(tokens.dtype)) * u

@@ -117,16 +117,17 @@ class HstuTokens(nn.Module):
         history, candidates, users: vectors from each table, [E, width], [C, width] and [B, width]. actions: kinds of
         the events, int64 [E]. of_action, of_place: weights, [kinds, width] and [max_length, width].
         """
-        events = _sum(history).to(of_place.dtype) + pick_few(of_action, actions)
-        of_users = _sum(users).to(of_place.dtype) if users else None
-        return _Join.apply(events, _sum(candidates).to(of_place.dtype), of_place, of_users, *layout)
+        dtype = of_place.dtype
+        events = _sum(history, dtype) + pick_few(of_action, actions)
+        of_users = _sum(users, dtype) if users else None
+        return _Join.apply(events, _sum(candidates, dtype), of_place, of_users, *layout)
 
 
-def _sum(of_tables: Sequence[Tensor]) -> Tensor:
+def _sum(of_tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     total = of_tables[0]
     for of_table in of_tables[1:]:
         total = total + of_table  # hands one gradient to all tables, without copies
-    return total
+    return total.to(dtype)
 
 
 class _Candidates(torch.autograd.Function):

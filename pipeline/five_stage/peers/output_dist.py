@@ -90,7 +90,7 @@ def _sequences(
     return VectorsOnTheirWay(local_embs, _Unpooled(peers, name, features, before.length_per_key(), local_embs.shape[1]))
 
 
-class _Exchange(ABC):
+class _OfVectors(ABC):
     """The exchange of one batch, each way; see VectorExchange."""
 
     def __init__(self, peers: "Peers", name: str, rows: int, sent: int, shared: Hashable) -> None:
@@ -130,11 +130,11 @@ class _Exchange(ABC):
 
     def _copied(self, received: Tensor, columns: int) -> Tensor:
         """Returns rows that arrived as they are."""
-        vectors = received[: self.rows * columns].view(self.rows, -1)
+        vectors = received[: self.rows * columns].view(self.rows, columns)
         return vectors.clone() if self._peers.copies else vectors
 
 
-class _Pooled(_Exchange):
+class _Pooled(_OfVectors):
     """Rank r has sizes[r] samples, and looks up dims[r] columns for all of them: [samples of all ranks, dims[r]]."""
 
     def __init__(self, peers: "Peers", name: str, sizes: Sequence[int], dims: Sequence[int]) -> None:
@@ -190,7 +190,7 @@ class _OfRows(_Pooled):
         return pooled.view(self.rows, -1)
 
 
-class _Unpooled(_Exchange):
+class _Unpooled(_OfVectors):
     """All ranks have batches of the same sizes. Rank r looks up ids of its features, in rows by feature, then rank, and
     receives all features' rows."""
 
@@ -223,10 +223,7 @@ class _Unpooled(_Exchange):
         return Layout(blocks, max(self._looked_up))
 
     def _block(self, source: int, distance: int, target: int, rows: int) -> Block:
-        width = self._width
-        if distance == width:  # all in one piece
-            return Block(source * width, 0, target * width, 0, 1, rows * width)
-        return Block(source * distance, distance, target * width, width, rows, width)
+        return Block(source * distance, distance, target * self._width, self._width, rows, self._width)
 
     def _arrived(self, received: Tensor) -> Tensor:
         return self._copied(received, self._width)

@@ -71,15 +71,15 @@ class RankBuffers:
 
 
 class PushTable:
-    """The blocks of an exchange in the units that a kernel copies; on the device, int64 [blocks, 7]: rank, and the
-    fields of Block."""
+    """The blocks of an exchange in the units that a kernel copies; on the device, int64 [blocks, 7]: the fields of
+    Block, and the rank."""
 
     def __init__(
         self, blocks: Sequence[tuple[int, Block]], itemsize: int, alignment: int, device: torch.device
     ) -> None:
         """blocks: see Layout. itemsize: bytes of an element. alignment: bytes that the source's address is a multiple
         of."""
-        self.blocks = [(rank, block) for rank, block in blocks if block.elements]
+        self.blocks = [(rank, _in_one_piece(block)) for rank, block in blocks if block.elements]
         sent = [block for _, block in self.blocks]
         numbers = [n * itemsize for of in sent for n in (of.source, of.target, of.columns, *_strides(of))]
         self.unit = gcd(WIDEST, alignment, *numbers)
@@ -90,12 +90,19 @@ class PushTable:
         self.most = max((of.elements for of in in_units), default=0)
         """Units of the largest block."""
         assert self.most < _MOST, "the kernel counts units in int32"
-        ranked = [(rank, *of) for (rank, _), of in zip(self.blocks, in_units, strict=True)]
+        ranked = [(*of, rank) for (rank, _), of in zip(self.blocks, in_units, strict=True)]
         self.units = torch.tensor(ranked, dtype=torch.int64, device=device)
 
     def _in_units(self, of: Block, itemsize: int) -> Block:
         *places, columns = (n * itemsize // self.unit for n in (*of[:4], of.columns))
         return Block._make((*places, of.rows, columns))
+
+
+def _in_one_piece(of: Block) -> Block:
+    """Returns the same elements as a single row, if rows follow one another on both sides."""
+    if of.source_stride == of.target_stride == of.columns:
+        return Block(of.source, 0, of.target, 0, 1, of.elements)
+    return of
 
 
 def _strides(of: Block) -> tuple[int, int]:
@@ -174,8 +181,7 @@ def _push_to_ranks_kernel(
     source, addresses, blocks, turns: tl.constexpr, vector: tl.constexpr, units: tl.constexpr, scale: tl.constexpr
 ) -> None:
     block = blocks + 7 * tl.program_id(1)
-    rank = tl.load(block)
-    block += 1
+    rank = tl.load(block + 6)
     columns = tl.load(block + 5).to(tl.int32)
     count = tl.load(block + 4).to(tl.int32) * columns
     # Alignment is a hint on the pointer, as the cast loses the integer's.

@@ -113,7 +113,7 @@ def test_a_sleep_costs_what_it_takes(planted):
     diagnosis = planted("sleep")
     first, overhead = diagnosis["findings"][0], diagnosis["overhead"]
     sampled_ms = first["ms"] * overhead["sampled_ms"] / diagnosis["iteration_ms"]
-    assert sampled_ms > 0.8 * 30
+    assert sampled_ms > 0.9 * 30
     assert first["ms"] <= diagnosis["iteration_ms"] * 1.000001  # all of it, where no sample falls on other lines
     assert first["calls_ms"] is None
 

@@ -155,6 +155,8 @@ def test_the_widest_loads_are_those_that_everything_is_aligned_to() -> None:
     assert unit(aligned, aligned._replace(source_stride=65)) == 4
     assert unit(aligned._replace(source_stride=65, rows=1)) == 16  # a single row has no distance
     assert unit(aligned, Block(1, 1, 1, 1, 0, 1)) == 16  # nothing is sent
+    assert unit(Block(0, 3, 0, 3, 8, 3)) == 16  # rows without gaps are a single one
+    assert unit(Block(0, 3, 0, 4, 8, 3)) == 4
     assert unit(Block(1, 0, 0, 0, 1, 3), itemsize=2) == 2
 
 
