@@ -66,8 +66,16 @@ class Captured:
         self._outputs = outputs.rebuilt(self._values, self._tokens, self._lengths)
         skipped = set(map(id, self._features))
         self._fields = [leaf for leaf in leaves(self._batch, skipped) if isinstance(leaf, Tensor)]
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.used: list[bool] = []
         """Whether the graph makes a gradient of each dense parameter."""
+
+    def rehearse(self, run: Run, fields: Sequence[Any], outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
+        """Runs what `capture` captures, eagerly, and returns what `replay` returns. A capture cannot compile, and
+        torch.compile also specializes on what differs in the graph's memory, such as storage offsets."""
+        self._fill(fields, outputs)
+        output, grads = self._run(run)
+        return copies_of(map_fields(output, of_graph)), _of_counts(grads, outputs)
 
     def capture(self, run: Run, pool: Any) -> None:
         """Captures `run`, without running anything on the GPU. An error of `run` leaves the device unchanged. pool: the
@@ -76,7 +84,7 @@ class Captured:
         # The graph would forever read a cast that autocast has cached before the capture.
         torch.clear_autocast_cache()
         try:
-            self.graph = record(lambda: returned.append(run(self._batch, self._features, self._outputs)), pool=pool)
+            self.graph = record(lambda: returned.append(self._run(run)), pool=pool)
         finally:
             torch.clear_autocast_cache()
         ((output, self._grads),) = returned
@@ -87,31 +95,47 @@ class Captured:
 
         fields: the leaves of the batch.
         """
+        assert self.graph is not None, "captured"
+        self._fill(fields, outputs)
         with torch.no_grad():
-            counts = [len(values) for values in outputs.values]
-            into, tokens = self._memory, self._tokens
-            for room, count, rows in zip(self._rooms, counts, self.rows, strict=True):
-                room.fill(count, rows)
-            for room, of in zip(self._token_rooms, outputs.token_of, strict=True):
-                room.fill(counts[of], self.rows[of])
-            if counts != self.rows:
-                into = [values[:count] for values, count in zip(self._memory, counts, strict=True)]
-                tokens = [ids[: counts[of]] for ids, of in zip(tokens, outputs.token_of, strict=True)]
-            torch._foreach_copy_(
-                [*self._fields, *into, *tokens, *self._lengths],
-                [
-                    *(leaf for leaf in fields if isinstance(leaf, Tensor)),
-                    *outputs.values,
-                    *outputs.tokens,
-                    *outputs.lengths,
-                ],
-            )
             self.graph.replay()
-            grads = [
-                grad if grad is None or len(grad) == count else grad[:count]
-                for grad, count in zip(self._grads, counts, strict=True)
-            ]
-            return copies_of(self._output), grads
+            return copies_of(self._output), _of_counts(self._grads, outputs)
+
+    def _run(self, run: Run) -> tuple[Any, list[Tensor | None]]:
+        """Calls `run` with new containers over the graph's memory, as a JaggedTensor keeps the offsets that it has
+        computed."""
+        batch = map_fields(self._batch, lambda leaf: leaf, {id(of): of for of in self._features})
+        return run(batch, self._features, self._outputs.rebuilt(self._values, self._tokens, self._lengths))
+
+    @torch.no_grad()
+    def _fill(self, fields: Sequence[Any], outputs: EmbeddingOutputs) -> None:
+        """Copies a batch into the graph's memory."""
+        counts = [len(values) for values in outputs.values]
+        into, tokens = self._memory, self._tokens
+        for room, count, rows in zip(self._rooms, counts, self.rows, strict=True):
+            room.fill(count, rows)
+        for room, of in zip(self._token_rooms, outputs.token_of, strict=True):
+            room.fill(counts[of], self.rows[of])
+        if counts != self.rows:
+            into = [values[:count] for values, count in zip(self._memory, counts, strict=True)]
+            tokens = [ids[: counts[of]] for ids, of in zip(tokens, outputs.token_of, strict=True)]
+        torch._foreach_copy_(
+            [*self._fields, *into, *tokens, *self._lengths],
+            [
+                *(leaf for leaf in fields if isinstance(leaf, Tensor)),
+                *outputs.values,
+                *outputs.tokens,
+                *outputs.lengths,
+            ],
+        )
+
+
+def _of_counts(grads: Sequence[Tensor | None], outputs: EmbeddingOutputs) -> list[Tensor | None]:
+    """Returns the gradients of the rows that a batch has."""
+    counts = [len(values) for values in outputs.values]
+    return [
+        grad if grad is None or len(grad) == count else grad[:count] for grad, count in zip(grads, counts, strict=True)
+    ]
 
 
 def _zeros(tensor: Tensor, rows: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .batch_fields import copy_of, kjts_of, leaf_names, leaves, snapshot
 from .batch_signature import Form, difference, form_of, why_no_form
 from .capture_errors import told
+from .captured import Captured, Run
 from .cuda_graph import captures, destroy, record
 from .dense_run import DenseRun, Made, Mark, last_of
 from .embedding_outputs import EmbeddingOutputs, Lookups
@@ -47,7 +48,8 @@ class DenseGraph:
     """Forward, loss and backward of the unwrapped model, then the mean of its gradients over all ranks.
 
     A graph belongs to one form of batch: shapes, dtypes, values of non-tensors. Each form that recurs gets a graph, up
-    to a maximum number, and as far as memory permits (see graph_memory.py). For unpooled embeddings a graph has a
+    to a maximum number, and as far as memory permits (see graph_memory.py). A batch that first runs eagerly in the
+    graph's memory precedes the capture, so that nothing is compiled within it. For unpooled embeddings a graph has a
     capacity for tokens, and batches with fewer are padded, if that changes nothing (see GraphPool and padding.py). All
     other batches run eagerly, and the reason is logged.
 
@@ -118,7 +120,7 @@ class DenseGraph:
     @property
     def captured(self) -> bool:
         """Whether batches are replayed."""
-        return len(self._pool) > 0
+        return self._pool.graphs() != []
 
     @property
     def exchanges(self) -> bool:
@@ -144,15 +146,13 @@ class DenseGraph:
         fields = list(leaves(batch, set(map(id, features))))
         if self._own_graphs:
             self.look()
-        graph = None
+        result = None
         if self.failure is None and self._own_graphs:
-            graph = self._graph_of(fields, batch, features, lookups, outputs)
-        if graph is None:
+            result = self._by_graph(fields, batch, features, lookups, outputs)
+        if result is None:
             result = self._eager(batch, features, lookups, outputs)
             self._frozen.ran(kind_of(fields, map(len, outputs.values)))
-            return result
-        self.gradients.restore(graph.used)
-        return graph.replay(fields, outputs)
+        return result
 
     def look(self) -> str | None:
         """Returns the recent change in the state that graphs rely on; None without one. Must be called before every
@@ -252,41 +252,74 @@ class DenseGraph:
         if change is None or self._batches == 1:
             return
         self._settling, self._change = WARM_UP, change
-        if self.captured:
+        if len(self._pool) > 0:
             logger.info("%s: the CUDA graphs of the dense part are captured again", change)
             self._drop_graphs()
 
-    def _graph_of(
+    def _by_graph(
         self, fields: list[Any], batch: Any, features: Sequence[Any], lookups: Lookups, outputs: EmbeddingOutputs
-    ) -> Any:
-        """Returns the graph for this batch, captured now if due; None if the batch runs eagerly."""
+    ) -> tuple[Any, list[Tensor | None]] | None:
+        """Returns the results of this batch's graph, which is rehearsed or captured now if due; None if the batch runs
+        eagerly."""
         form, counts = form_of(fields, outputs, self._device), [len(values) for values in outputs.values]
         if form is None:
             why = why_no_form(leaf_names(batch, set(map(id, features))), fields)
             assert why is not None, "no form"
             self._count_eager(why)
-            return self._make_room_for(fields, outputs, counts)
+            self._make_room_for(fields, outputs, counts)
+            return None
         if self._form is None:
             self._form = form
         pads = any(outputs.jagged) and self._pads(form, batch, features, lookups, outputs)
         graph, plan = self._pool.find(form, counts, outputs.jagged, pads)
-        if graph is not None:
-            return graph
+        if graph is not None and plan.rows is None:
+            return self._replay(graph, fields, outputs)
         if plan.rows is not None and self._settling > 0:
             plan = Plan(None, f"within {WARM_UP} batches something had changed: {self._change}")
         if plan.rows is None or not captures(self._device):
             if plan.eager is not None or form != self._form:
                 self._say_eager(plan.eager, form, batch, features, outputs)
-            return self._make_room_for(fields, outputs, counts)
+            self._make_room_for(fields, outputs, counts)
+            return None
         size = input_bytes(fields, outputs.values, plan.rows)
         if not self.memory.before_capture(size):
             self._make_room()
+            graph = None
         run = partial(self._runs.run, lookups=lookups, capturing=True)
         self._kind = kind_of(fields, plan.rows)
+        if graph is None:
+            self._make_room_for(fields, outputs, plan.rows)
+            graph = self._pool.new(form, batch, features, outputs, plan.rows)
+            return self._rehearse(graph, run, fields, outputs)
+        self._capture(graph, run, size)
+        return None if self.failure is not None else self._replay(graph, fields, outputs)
+
+    def _replay(self, graph: Captured, fields: list[Any], outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
+        self.gradients.restore(graph.used)
+        return graph.replay(fields, outputs)
+
+    def _rehearse(
+        self, graph: Captured, run: Run, fields: list[Any], outputs: EmbeddingOutputs
+    ) -> tuple[Any, list[Tensor | None]] | None:
+        """Returns the results of a batch that runs eagerly in the graph's memory; None if the model cannot, which
+        changes nothing."""
+        put_back = snapshot(self._model, self._sharded, self._device)
+        try:
+            result = graph.rehearse(run, fields, outputs)
+        except Exception as error:
+            put_back()
+            self.failure = told(error)
+            self._drop_graphs()
+            return None
+        self._frozen.ran(self._kind)
+        return result
+
+    def _capture(self, graph: Captured, run: Run, size: int) -> None:
+        """Captures a graph for inputs of `size` bytes. If that fails, `failure` has the reason."""
         self.before_capture()
         try:
             with self.memory.capturing(size):
-                graph = self._pool.capture(form, batch, features, outputs, plan.rows, run)
+                self._pool.capture(graph, run)
             graph.used = self.gradients.used[: self._runs.count]
             self.failure = self.memory.missing()
         except Exception as error:
@@ -294,9 +327,7 @@ class DenseGraph:
         if (replaced := self.put_back()) is not None and self.failure is None:
             self.failure = f"{replaced}, which no replay does"
         if self.failure is not None:
-            graph = None
             self._drop_graphs()
-        return graph
 
     def _make_room_for(self, fields: list[Any], outputs: EmbeddingOutputs, counts: list[int]) -> None:
         """Frees memory that an eager batch needs."""

@@ -24,10 +24,10 @@ _LEAST_STEP = 32  # tokens: their computation takes a GPU no noticeable time
 
 
 class Plan(NamedTuple):
-    """Plan for a batch that fits no graph."""
+    """Plan for a batch that no graph has captured."""
 
     rows: list[int] | None
-    """The capacity of a graph to capture, for each of the outputs' values."""
+    """The capacity of a graph to rehearse or to capture, for each of the outputs' values."""
     eager: str | None
     """Reason why it runs eagerly; None if its form only has to recur first."""
 
@@ -52,12 +52,13 @@ class GraphPool:
         self._rooms: dict[tuple[Any, ...], Room] = {}
 
     def __len__(self) -> int:
-        """Returns the number of graphs."""
+        """Returns the number of graphs, with those that are only rehearsed."""
         return self._count
 
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
-        """Returns all graphs."""
-        return [captured.graph for of in self._forms.values() for captured in of.graphs]
+        """Returns all graphs that are captured."""
+        of_forms = (captured.graph for of in self._forms.values() for captured in of.graphs)
+        return [graph for graph in of_forms if graph is not None]
 
     def clear(self) -> None:
         """Drops all graphs, which the caller has destroyed, and their memory. Forms that recur get new graphs."""
@@ -78,7 +79,8 @@ class GraphPool:
     def find(
         self, form: Form, counts: Sequence[int], jagged: Sequence[bool], pads: bool
     ) -> tuple[Captured | None, Plan]:
-        """Returns the graph for a batch, or how to run it without one. pads: whether it may be padded with tokens."""
+        """Returns the graph for a batch, or how to run it without one; a plan with rows for one that is only rehearsed.
+        pads: whether the batch may be padded with tokens."""
         of = self._forms.get(form)
         if of is None:
             self._forget()
@@ -94,30 +96,33 @@ class GraphPool:
         if self._count == MOST_GRAPHS - 1:
             waste = math.inf  # the last graph has capacity for the most tokens seen so far
         if best is not None and (sum(best.rows) <= waste * sum(counts) or self._count >= MOST_GRAPHS - 1):
-            return best, Plan(None, None)
+            return best, _plan_of(best)
         if self._batches <= WARM_UP or of.seen == 1:
-            return best, Plan(None, None)
+            return best, _plan_of(best)
         if self._count >= MOST_GRAPHS:
             return None, Plan(None, f"{MOST_GRAPHS} graphs are captured, the most that there may be")
         if not pads and not exact and any(jagged):
             return None, Plan(None, of.never_pads)
         rows = [_room(n, most, waste, exact or not j) for n, most, j in zip(counts, of.most, jagged, strict=True)]
         if best is not None and sum(best.rows) <= sum(rows):
-            return best, Plan(None, None)
+            return best, _plan_of(best)
         return None, Plan(rows, None)
 
-    def capture(
-        self, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: list[int], run: Run
+    def new(
+        self, form: Form, batch: Any, features: Sequence[Any], outputs: EmbeddingOutputs, rows: list[int]
     ) -> Captured:
-        """Returns a new graph for this form. Raises the capture's errors."""
+        """Returns a new graph for this form, to be rehearsed with this batch and captured with a later one."""
         rooms = [self._room_of(i, values, n) for i, (values, n) in enumerate(zip(outputs.values, rows, strict=True))]
         captured = Captured(batch, features, outputs, rows, rooms)
-        if self._memory is None and torch.cuda.is_available():
-            self._memory = torch.cuda.graph_pool_handle()
-        captured.capture(run, self._memory)
         self._forms[form].graphs.append(captured)
         self._count += 1
         return captured
+
+    def capture(self, captured: Captured, run: Run) -> None:
+        """Captures a graph that was rehearsed. Raises the capture's errors."""
+        if self._memory is None and torch.cuda.is_available():
+            self._memory = torch.cuda.graph_pool_handle()
+        captured.capture(run, self._memory)
 
     def _room_of(self, index: int, values: Tensor, rows: int) -> Room:
         key = (index, values.shape[1:], values.dtype)
@@ -130,6 +135,11 @@ class GraphPool:
             self._forms = {form: of for form, of in self._forms.items() if of.graphs or of.seen > 1}
         if len(self._forms) >= _MOST_FORMS:
             self._forms = {form: of for form, of in self._forms.items() if of.graphs}
+
+
+def _plan_of(graph: Captured | None) -> Plan:
+    """Returns the plan for a batch that `graph` fits, or that has to run eagerly if it is None."""
+    return Plan(graph.rows if graph is not None and graph.graph is None else None, None)
 
 
 def _fits(rows: Sequence[int], counts: Sequence[int], pads: bool) -> bool:

@@ -91,6 +91,11 @@ class Rerun(TorchDispatchMode):
             changed.data.copy_(before)
         self._before.clear()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: compiled parts stay compiled."""
+        return True
+
     def _keep(self, operator: Any, args: Any, kwargs: Any) -> None:
         """Keeps what the operator is going to change."""
         for i, argument in enumerate(operator._schema.arguments):

@@ -127,8 +127,8 @@ def simulated(ranks: Ranks) -> None:
     signal.alarm(600)
     dense_graph_on_cpu()
     sizes, six = (4, 5, 6), 6 * 2 * A_ROW  # a batch has as many rows of both towers
-    data = batches(ranks, 12, sizes=sizes)
-    grows = batches(ranks, 6, sizes=(4,)) + batches(ranks, 4, seed=2, sizes=(4, 6))
+    data = batches(ranks, 18, sizes=sizes)
+    grows = batches(ranks, 6, sizes=(4,)) + batches(ranks, 6, seed=2, sizes=(4, 6))
 
     def ours(most: int, data: list[Any]) -> tuple[Any, Any, Allocator]:
         device, capture = Allocator(most), Captured.capture

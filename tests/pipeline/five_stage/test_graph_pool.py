@@ -10,18 +10,29 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _dynamo, nn
 from torchrec.distributed import TrainPipelineSparseDist
 
 import dlrm_bench.pipeline.five_stage.graph_pool
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.pipeline.five_stage import dense_graph
+from dlrm_bench.pipeline.five_stage.captured import Captured
 from dlrm_bench.pipeline.five_stage.graph_pool import GraphPool, _room
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
 from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
-from tests.pipeline.five_stage.any_models import PLANS, Loss, Sequence, TwoTower, batches, build, sequences
+from tests.pipeline.five_stage.any_models import (
+    DIM,
+    LONGEST,
+    PLANS,
+    Loss,
+    Sequence,
+    TwoTower,
+    batches,
+    build,
+    sequences,
+)
 from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
 
 DENSE = FiveStageOptions(cuda_graph="dense")
@@ -94,6 +105,61 @@ def jagged(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_numbers_of_tokens_share_graphs(run_ranks, world_size, gpu):
     run_ranks(world_size, jagged, gpu=gpu)
+
+
+class Join(nn.Module):
+    """Sums of two vectors. Its code for any number of rows asks where the vectors begin in their memory."""
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+
+class Joined(Sequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.join = Join()
+
+    def logits(self, batch: Any) -> Tensor:
+        found = self.items(batch.sequences)
+        joined = self.join(found["history"].values(), found["context"].values())
+        return self.of(found) + joined.view(-1, LONGEST * DIM).sum(1)
+
+
+def compiled_parts(ranks: Ranks) -> None:
+    signal.alarm(600)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if ranks.device.type == "cpu":
+        dense_graph_on_cpu()
+    capturing, within = False, list[bool]()
+
+    def compiles(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        within.append(capturing)
+        return _dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def compiled() -> Joined:
+        model = Joined()
+        model.join.compile(backend=compiles)
+        return model
+
+    def captures(self: Captured, *args: Any) -> None:
+        nonlocal capturing
+        capturing = True
+        capture(self, *args)
+        capturing = False
+
+    data, capture = batches(ranks, 16, sizes=(6, 6, 4, 5), full=True), Captured.capture
+    theirs, _ = train(ranks, Joined, None, data)
+    with patch.object(Captured, "capture", captures):
+        ours, pipeline = train(ranks, compiled, DENSE, data)
+    torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-5, atol=1e-5)
+    assert pipeline.graphs == 3
+    assert len(within) >= 3  # for one number of rows, for any, and for vectors that begin elsewhere
+    assert not any(within)
+
+
+@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
+def test_parts_are_compiled_before_the_capture(run_ranks, world_size, gpu):
+    run_ranks(world_size, compiled_parts, gpu=gpu)
 
 
 class MeanOfTokens(Sequence):
@@ -231,8 +297,11 @@ def test_room_comes_in_steps():
 
 
 @dataclass
-class Room:
+class OfRows:
+    """A captured graph."""
+
     rows: list[int]
+    graph: bool = True
 
 
 DRAWS: dict[str, tuple[Callable[[], list[int]], float]] = {
@@ -254,7 +323,7 @@ def test_graphs_are_few_and_have_little_room_to_spare(name):
         counts = draw()
         graph, plan = pool.find(form, counts, [True] * len(counts), pads=True)
         if plan.rows is not None:
-            graph = Room(plan.rows)
+            graph = OfRows(plan.rows)
             pool._forms[form].graphs.append(graph)
             pool._count += 1
             graphs.append(graph.rows)
