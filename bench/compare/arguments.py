@@ -21,7 +21,7 @@ class Compare:
     """
 
     sides: Positional[tuple[Path, ...]]
-    """A B [...]."""
+    """Sides to compare: A B [C ...]."""
     strict: bool = False
     """Refuse to compare sides whose settings differ but should be equal, that cause a warning, or whose records lack
     the source's hash, GPU UUIDs, environment or versions."""

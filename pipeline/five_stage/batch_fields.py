@@ -134,6 +134,12 @@ def copy_of(batch: Any, kept: Mapping[int, Any] = _NONE) -> Any:
         return map_fields(batch, copied, kept)
 
 
+def over_same_memory(batch: Any) -> Any:
+    """Returns the batch in new containers and new tensors over its tensors' memory, in which a forward may set fields
+    and change shapes without a trace in `batch`."""
+    return map_fields(batch, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+
+
 def leaves(batch: Any, skipped: Container[int] = _NONE) -> Iterator[Any]:
     """Yields the leaves that map_fields passes to its function, in the same order, without a copy."""
     if id(batch) in skipped:
@@ -156,11 +162,16 @@ def leaf_names(batch: Any, skipped: Container[int] = _NONE, name: str = "batch")
         yield from leaf_names(item, skipped, f"{name}.{key}" if kind == "attribute" else f"{name}[{key!r}]")
 
 
+def buffers_outside(model: nn.Module, sharded: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns the model's buffers apart from those of `sharded`."""
+    tables = {id(buffer) for module in sharded for buffer in module.buffers()}
+    return [buffer for buffer in model.buffers() if id(buffer) not in tables]
+
+
 def snapshot(model: nn.Module, sharded: Iterable[nn.Module], device: torch.device) -> Callable[[], None]:
     """Returns a function that restores the state changed by a call of the model: random numbers, and buffers outside
     `sharded`."""
-    tables = {id(buffer) for module in sharded for buffer in module.buffers()}
-    before = [(buffer, buffer.clone()) for buffer in model.buffers() if id(buffer) not in tables]
+    before = [(buffer, buffer.clone()) for buffer in buffers_outside(model, sharded)]
     random = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 

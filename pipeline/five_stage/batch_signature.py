@@ -14,6 +14,8 @@ from .embedding_outputs import EmbeddingOutputs
 Form = tuple[tuple[Any, ...], tuple[Any, ...]]
 """Signature of the batch's fields, and of everything else."""
 
+Kind = tuple[tuple[Any, ...], tuple[int, ...]]
+
 CONSTANT = (int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 """Types, beside tensors, whose values a graph may keep: of a batch's fields, and of a captured model's output."""
 _PLAIN = {*CONSTANT, bool}
@@ -27,10 +29,10 @@ class _OfArray(NamedTuple):
 
 
 def form_of(fields: list[Any], outputs: EmbeddingOutputs, device: torch.device) -> Form | None:
-    """Returns the properties that a graph cannot change: shapes and dtypes, the value of any field that is no tensor,
-    autocast. None where a field's value cannot be compared. The number of tokens of unpooled embeddings is not part of
-    it."""
-    of_fields = tuple(map(signature, fields))
+    """Returns the properties that a graph cannot change: shapes and dtypes, the value of any field that is no tensor on
+    `device`, autocast. None where a field's value cannot be compared. The number of tokens of unpooled embeddings is
+    not part of it."""
+    of_fields = tuple(_by_value(leaf) if _on_host(leaf, device) else signature(leaf) for leaf in fields)
     if None in of_fields:
         return None
     of_values = (
@@ -60,6 +62,28 @@ def signature(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
         return _OfArray(leaf.shape, str(leaf.dtype), leaf.tobytes())
     return None
+
+
+def _on_host(leaf: Any, device: torch.device) -> bool:
+    """Whether a field is a tensor in host memory, whose values a forward can decide by without a read of the device."""
+    return isinstance(leaf, Tensor) and leaf.is_cpu and device.type != "cpu"
+
+
+def _by_value(leaf: Tensor) -> _OfArray:
+    data = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _OfArray(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), data.tobytes())
+
+
+def why_on_host(names: Iterable[str], fields: Iterable[Any], device: torch.device) -> str | None:
+    """Returns the first tensor of a batch that is not on the device, as an obstacle; None without one. names: of the
+    fields."""
+    on_host = (name for name, leaf in zip(names, fields, strict=True) if _on_host(leaf, device))
+    return next((reasons.ON_HOST(field=name) for name in on_host), None)
+
+
+def kind_of(fields: Iterable[Any], rows: Iterable[int]) -> Kind:
+    """Returns the shapes of a batch's tensors, and the numbers of its looked-up vectors."""
+    return tuple(of.shape for of in fields if isinstance(of, Tensor)), tuple(rows)
 
 
 def why_no_form(names: Iterable[str], fields: Iterable[Any]) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reasons
-from .batch_fields import leaves, map_fields
+from .batch_fields import leaves, map_fields, over_same_memory
 from .batch_signature import CONSTANT
 from .copies import copies_of
 from .cuda_graph import record
@@ -58,12 +58,11 @@ class Captured:
         stand_ins = {id(kjt): FeaturesRead() for kjt in features}  # several modules may share a KJT
         self._features = [stand_ins[id(kjt)] for kjt in features]
         self._batch = map_fields(batch, _empty_like, stand_ins)
-        self._values = [room.memory[:count].requires_grad_() for room, count in zip(rooms, rows, strict=True)]
+        self._memory = [room.memory[:count] for room, count in zip(rooms, rows, strict=True)]
         self._token_rooms = [Room(ids, rows[of]) for ids, of in zip(outputs.tokens, outputs.token_of, strict=True)]
         self._tokens = [room.memory for room in self._token_rooms]
         self._lengths = [torch.zeros_like(lengths) for lengths in outputs.lengths]
-        self._memory = [values.detach() for values in self._values]
-        self._outputs = outputs.rebuilt(self._values, self._tokens, self._lengths)
+        self._outputs = outputs.rebuilt(self._memory, self._tokens, self._lengths)
         skipped = set(map(id, self._features))
         self._fields = [leaf for leaf in leaves(self._batch, skipped) if isinstance(leaf, Tensor)]
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -102,10 +101,9 @@ class Captured:
             return copies_of(self._output), _of_counts(self._grads, outputs)
 
     def _run(self, run: Run) -> tuple[Any, list[Tensor | None]]:
-        """Calls `run` with new containers over the graph's memory, as a JaggedTensor keeps the offsets that it has
-        computed."""
-        batch = map_fields(self._batch, lambda leaf: leaf, {id(of): of for of in self._features})
-        return run(batch, self._features, self._outputs.rebuilt(self._values, self._tokens, self._lengths))
+        """Calls `run` with new containers, tensors and leaves over the graph's memory: a forward may set fields or
+        register hooks, and a JaggedTensor keeps the offsets that it has computed."""
+        return run(over_same_memory(self._batch), self._features, self._outputs.leaves())
 
     @torch.no_grad()
     def _fill(self, fields: Sequence[Any], outputs: EmbeddingOutputs) -> None:

@@ -7,7 +7,7 @@ replayed by some ranks and not by others, which NCCL does not support.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .batch_fields import copy_of, kjts_of, leaf_names, leaves, snapshot
-from .batch_signature import Form, difference, form_of, why_no_form
+from .batch_signature import Form, Kind, difference, form_of, kind_of, why_no_form
 from .capture_errors import told
 from .captured import Captured, Run
 from .cuda_graph import captures, destroy, record
@@ -25,7 +25,7 @@ from .embedding_outputs import EmbeddingOutputs, Lookups
 from .frozen import FrozenModel, TrainedParameters
 from .gradients import FlatGradients
 from .graph_memory import GraphMemory, input_bytes
-from .graph_obstacles import LateHooks, marked_hooks
+from .graph_obstacles import LateHooks, marked_hooks, without_marked_hooks
 from .graph_pool import WARM_UP, GraphPool, Plan
 from .groups import group_timeout, lend_group
 from .padding import why_padding_matters
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from .peers.exchanges import Peers
 
 logger = logging.getLogger(__name__)
-
-Kind = tuple[tuple[Any, ...], tuple[int, ...]]
-
-
-def kind_of(fields: Iterable[Any], rows: Iterable[int]) -> Kind:
-    """Returns the shapes of a batch's tensors, and the numbers of its looked-up vectors."""
-    return tuple(of.shape for of in fields if isinstance(of, Tensor)), tuple(rows)
 
 
 class DenseGraph:
@@ -282,17 +275,21 @@ class DenseGraph:
             self._make_room_for(fields, outputs, counts)
             return None
         size = input_bytes(fields, outputs.values, plan.rows)
-        if not self.memory.before_capture(size):
-            self._make_room()
-            graph = None
         run = partial(self._runs.run, lookups=lookups, capturing=True)
         self._kind = kind_of(fields, plan.rows)
         if graph is None:
             self._make_room_for(fields, outputs, plan.rows)
             graph = self._pool.new(form, batch, features, outputs, plan.rows)
-            return self._rehearse(graph, run, fields, outputs)
-        self._capture(graph, run, size)
-        return None if self.failure is not None else self._replay(graph, fields, outputs)
+            result = self._rehearse(graph, run, fields, outputs)
+        else:
+            if not self.memory.before_capture(size):
+                self._make_room(graph)
+            self._capture(graph, run, size)
+            result = None if self.failure is not None else self._replay(graph, fields, outputs)
+        if result is None:
+            graph = None  # whose memory is then free
+            self._drop_graphs()
+        return result
 
     def _replay(self, graph: Captured, fields: list[Any], outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
         self.gradients.restore(graph.used)
@@ -301,18 +298,29 @@ class DenseGraph:
     def _rehearse(
         self, graph: Captured, run: Run, fields: list[Any], outputs: EmbeddingOutputs
     ) -> tuple[Any, list[Tensor | None]] | None:
-        """Returns the results of a batch that runs eagerly in the graph's memory; None if the model cannot, which
-        changes nothing."""
-        put_back = snapshot(self._model, self._sharded, self._device)
+        """Returns the results of a batch that runs eagerly in the graph's memory. None if the model cannot, which
+        changes nothing: `failure` then has the reason."""
+        put_back = self._state()
         try:
             result = graph.rehearse(run, fields, outputs)
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and self.exchanges and self.group.size() > 1:
+                raise  # after the forward, whose exchanges no other rank makes twice
             put_back()
             self.failure = told(error)
-            self._drop_graphs()
             return None
         self._frozen.ran(self._kind)
         return result
+
+    def _state(self) -> Callable[[], None]:
+        """Returns a function that restores what a run of the forward changes."""
+        of_model = snapshot(self._model, self._sharded, self._device)
+
+        def put_back() -> None:
+            self._frozen.undo()
+            of_model()
+
+        return put_back
 
     def _capture(self, graph: Captured, run: Run, size: int) -> None:
         """Captures a graph for inputs of `size` bytes. If that fails, `failure` has the reason."""
@@ -326,21 +334,20 @@ class DenseGraph:
             self.failure = told(error)
         if (replaced := self.put_back()) is not None and self.failure is None:
             self.failure = f"{replaced}, which no replay does"
-        if self.failure is not None:
-            self._drop_graphs()
 
     def _make_room_for(self, fields: list[Any], outputs: EmbeddingOutputs, counts: list[int]) -> None:
         """Frees memory that an eager batch needs."""
         if not self.memory.before_eager(input_bytes(fields, outputs.values, counts)):
             self._make_room()
 
-    def _make_room(self) -> None:
+    def _make_room(self, but: Captured | None = None) -> None:
+        """Drops all graphs, apart from one that was rehearsed and needs the room."""
         logger.info("the CUDA graphs of the dense part make room for a larger batch: they are captured again after it")
-        self._drop_graphs()
+        self._drop_graphs(but)
 
-    def _drop_graphs(self) -> None:
+    def _drop_graphs(self, but: Captured | None = None) -> None:
         destroy(self._pool.graphs())
-        self._pool.clear()
+        self._pool.clear(but)
         self.memory.dropped()
 
     def _pads(
@@ -348,21 +355,16 @@ class DenseGraph:
     ) -> bool:
         """Whether batches of this form may be padded with tokens. Tested when numbers of tokens first differ."""
         if form not in self._padding and self._pool.asks_for_padding(form, [len(values) for values in outputs.values]):
-            put_back = snapshot(self._model, self._sharded, self._device)
             kept = {id(kjt): kjt for kjt in features}
 
-            def run(outputs: EmbeddingOutputs) -> tuple[Any, list[Tensor | None]]:
+            def run(outputs: EmbeddingOutputs) -> Made:
                 # Of a copy, as a forward may change the batch in place.
-                made = self._runs.make(copy_of(batch, kept), features, outputs, lookups)
-                return (made.losses, made.output, made.of_weights), made.of_values
+                return self._runs.make(copy_of(batch, kept), features, outputs, lookups)
 
-            try:
-                self._padding[form] = why_padding_matters(self._model, run, outputs, put_back)
-            except torch.OutOfMemoryError:
-                self._padding[form] = "there is too little memory to try out whether tokens after the last one matter"
-            put_back()
-            self._frozen.ran()
-            if (why := self._padding[form]) is not None:
+            with without_marked_hooks(self._model):  # which exchange, and other ranks may make no trial now
+                why = why_padding_matters(self._model, self._sharded, run, outputs, self._state())
+            self._padding[form] = why
+            if why is not None:
                 logger.warning("the dense part is captured for exact numbers of tokens only: %s", why)
                 self._pool.never_pad(form, why)
         return self._padding.get(form, "unknown") is None

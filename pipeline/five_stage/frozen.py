@@ -82,13 +82,7 @@ class FrozenModel:
         """Restores parameters, buffers and watched attributes that a capture has replaced, and takes away attributes
         that it has made. Returns what it did in the place of the first one, for a message; None where all are as they
         were. kind: of the batch, as for `ran`."""
-        replaced = [
-            (place, was)
-            for place, was in zip(self._places, self._tensors, strict=True)
-            if place.of.get(place.key) is not was
-        ]
-        for place, was in replaced:
-            place.of[place.key] = was
+        replaced = self._restore_tensors()
         made = [place for place in self._attributes() if place.key in self._made_in(place.of)]
         for place in made:
             if place.key in (before := self._before[id(place.of)]):
@@ -97,10 +91,23 @@ class FrozenModel:
                 del place.of[place.key]
         self._before = {}
         value = self._values.put_back(kind)
-        name = next((place.name for place in (*(place for place, _ in replaced), *made)), None)
+        name = next((place.name for place in (*replaced, *made)), None)
         if name is not None:
             return f"puts another tensor in the place of {name}"
         return None if value is None else f"changes the value of {value}"
+
+    def undo(self) -> None:
+        """Restores parameters, buffers and values that a run of the forward has replaced since the last look."""
+        self._restore_tensors()
+        self._values.undo()
+
+    def _restore_tensors(self) -> list[_Place]:
+        """Restores the watched tensors that have been replaced; returns their places."""
+        pairs = zip(self._places, self._tensors, strict=True)
+        replaced = [(place, was) for place, was in pairs if place.of.get(place.key) is not was]
+        for place, was in replaced:
+            place.of[place.key] = was
+        return [place for place, _ in replaced]
 
     def _made_in(self, attributes: dict[str, Any]) -> set[str]:
         """Returns the names of a module's attributes that have been set since watch_attributes."""

@@ -75,11 +75,20 @@ class FrozenValues:
         what else it has changed. Returns the first one's name; None without any."""
         now, left = self._now(), self._left.get(kind, {})
         others = [i for i in self._changed(now) if i in left and not _same(_copy(now[i]), left[i])]
-        for i in others:
+        self._restore(others)
+        return self._places[others[0]].name if others else None
+
+    def undo(self) -> None:
+        """Restores the values as they were when they were last looked at."""
+        self._restore(self._changed(self._now()))
+
+    def _restore(self, places: Sequence[int]) -> None:
+        for i in places:
             of, key, _ = self._places[i]
             of[key] = self._values[i]
+            if (items := self._copies.get(i)) is not None:
+                _refill(of[key], items)
         self._take(self._now())
-        return self._places[others[0]].name if others else None
 
     def _now(self) -> list[Any]:
         return [*map(dict.get, *self._lookups)]
@@ -113,6 +122,16 @@ def _copy(value: Any) -> Any:
         return value
     items = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
     return items if all(isinstance(item, _PLAIN) for item in items) else None
+
+
+def _refill(of: list[Any] | dict[Any, Any], items: tuple[Any, ...]) -> None:
+    """Gives a list or dict the items that `_copy` has returned."""
+    if isinstance(of, list):
+        of[:] = items
+    else:
+        count = len(items) // 2
+        of.clear()
+        of.update(zip(items[:count], items[count:], strict=True))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,6 +1,7 @@
 """Obstacles to CUDA graphs of a model's dense part that are known before the first batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -75,6 +76,23 @@ def runs_in_graphs(hook: _Hook) -> _Hook:
     """
     setattr(hook, _IN_GRAPHS, True)
     return hook
+
+
+@contextmanager
+def without_marked_hooks(model: nn.Module) -> Iterator[None]:
+    """Takes the hooks that runs_in_graphs has marked off the model's modules within the block."""
+    of_modules = [getattr(module, hooks) for module in model.modules() for hooks in _HOOKS]
+    before = [(hooks, dict(hooks)) for hooks in of_modules if hooks]
+    for hooks, was in before:
+        for key, hook in was.items():
+            if getattr(hook, _IN_GRAPHS, False):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, was in before:
+            hooks.clear()
+            hooks.update(was)
 
 
 def marked_hooks(model: nn.Module) -> Iterator[Callable[..., Any]]:

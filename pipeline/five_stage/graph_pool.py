@@ -60,12 +60,15 @@ class GraphPool:
         of_forms = (captured.graph for of in self._forms.values() for captured in of.graphs)
         return [graph for graph in of_forms if graph is not None]
 
-    def clear(self) -> None:
-        """Drops all graphs, which the caller has destroyed, and their memory. Forms that recur get new graphs."""
+    def clear(self, but: Captured | None = None) -> None:
+        """Drops all graphs, which the caller has destroyed, and their memory. Forms that recur get new graphs. but: a
+        rehearsed graph that stays."""
         for of in self._forms.values():
-            of.graphs.clear()
-        self._rooms.clear()
-        self._count, self._memory = 0, None  # torch does not reuse a pool that has lost all its graphs
+            of.graphs = [graph for graph in of.graphs if graph is but]
+        if but is None:
+            self._rooms.clear()
+        self._count = sum(len(of.graphs) for of in self._forms.values())
+        self._memory = None  # torch does not reuse a pool that has lost all its graphs
 
     def asks_for_padding(self, form: Form, counts: Sequence[int]) -> bool:
         """Returns whether a batch of this form has other numbers of tokens than earlier ones."""

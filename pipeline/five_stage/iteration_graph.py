@@ -30,7 +30,7 @@ from torchrec import KeyedJaggedTensor
 from . import reasons
 from .batch_fields import kjts_of, leaf_names, leaves
 from .batch_forms import BatchForms
-from .batch_signature import autocast_of, why_no_form
+from .batch_signature import autocast_of, why_no_form, why_on_host
 from .capture_errors import told
 from .captured_update import CapturedUpdate
 from .copies import copies_of
@@ -158,7 +158,9 @@ class IterationGraph:
         """Takes the form of the first batch; returns what keeps such batches out of a graph, on this rank."""
         modules = self._lookups.called
         kjts = set(map(id, kjts_of(batch)))
-        why = why_no_iteration_of(modules, features) or why_no_form(leaf_names(batch, kjts), leaves(batch, kjts))
+        names, fields = list(leaf_names(batch, kjts)), list(leaves(batch, kjts))
+        why = why_no_iteration_of(modules, features) or why_no_form(names, fields)
+        why = why or why_on_host(names, fields, self._device)
         if why is None:
             self._forms = BatchForms(batch, features, [one.collection.declared for one in modules])
             of_modules = ((one, kjt.stride()) for one, kjt in zip(modules, features, strict=True) if one.varying)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_fields import map_fields
+from .batch_fields import map_fields, over_same_memory
 from .captured import of_graph
 from .captured_update import CapturedUpdate
 from .dense_graph import DenseGraph
@@ -82,7 +82,8 @@ class IterationWork:
             self.sorts.looked_up()
         with stage("dense_forward_backward", self.device), streams.on("dense", after=cleared):
             wait = partial(streams.wait, looked_up)
-            made = self.dense.launch(slot.batch, slot.stand_ins, lookups, outputs, streams, wait)
+            batch = over_same_memory(slot.batch)  # other iterations use the slot, and its fields
+            made = self.dense.launch(batch, slot.stand_ins, lookups, outputs, streams, wait)
             if not updates:
                 self.dense.keep(made)
             trained = streams.mark("dense")

@@ -65,6 +65,10 @@ RATE_MOVES = Reason(
     "the tables' learning rate has changed with each of {steps} steps, and FBGEMM reads it on the host: here a graph "
     "must be captured anew for every rate, so change it in larger steps"
 )
+ON_HOST = Reason(
+    "{field} stays a tensor in host memory, whose first values a graph would keep: move it to the device with the "
+    "batch, or give it as a number"
+)
 
 # The model: keeps it out of graphs of the dense part too
 
@@ -186,7 +190,7 @@ SECTIONS = (
         (
             *(NOT_TRIMMED, PROCESSED_ROWS, PROCESSOR_HOOKS, READ_PAST, READS_SIZES, VALIDATES, GIVES_IDS),
             *(VARIABLE_BATCH, UNDECLARED, OTHER_KERNEL, HOST_MEMORY, COUNTS_STEPS, STEPS_STAY, ROUNDS_AT_RANDOM),
-            RATE_MOVES,
+            *(RATE_MOVES, ON_HOST),
         ),
     ),
     Section(

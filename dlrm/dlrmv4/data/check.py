@@ -2,7 +2,7 @@
 
 Each finding names a file and the fix. Every value is read, in pieces, and checked: users and times are in order, ids
 within the maps and the benchmark's tables, flags follow from types and played ratios, and anchors follow from the
-limits. A missing index of windows is written first: MLCommons' download has none; of damaged files it does not stay.
+limits. A missing index of windows, as in MLCommons' download, is written first, and removed if files are damaged.
 --mlperf also compares counts and checksums with MLPerf's own files, which takes as long as reading 227 GB twice; --fast
 checks headers and lengths only.
 """

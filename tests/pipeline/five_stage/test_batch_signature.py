@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrm_bench.pipeline.five_stage.batch_signature import form_of, signature, why_no_form
+from dlrm_bench.pipeline.five_stage.batch_signature import form_of, signature, why_no_form, why_on_host
 from dlrm_bench.pipeline.five_stage.embedding_outputs import EmbeddingOutputs
 
 
@@ -50,6 +50,21 @@ def test_other_values_are_other_forms(one: Any, other: Any) -> None:
     assert signature(one) is not None
     assert signature(one) == signature(one)
     assert signature(one) != signature(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool])
+def test_tensors_that_stay_in_host_memory_are_compared_by_value(dtype: torch.dtype) -> None:
+    gpu, outputs = torch.device("cuda"), EmbeddingOutputs([], [])
+    for one, other in ((torch.tensor(0), torch.tensor(1)), (torch.zeros(3), torch.eye(1, 3)[0])):
+        forms = [form_of([of.to(dtype)], outputs, gpu) for of in (one, one.clone(), other)]
+        assert forms[0] == forms[1] != forms[2]
+        assert form_of([one], outputs, torch.device("cpu")) == form_of([other], outputs, torch.device("cpu"))
+    names, fields = ["batch.labels", "batch.longest"], [torch.ones(1, device="meta"), torch.tensor(3)]
+    why = why_on_host(names, fields, gpu)
+    assert why is not None
+    assert why.startswith("batch.longest stays a tensor in host memory")
+    assert why_on_host(names[:1], fields[:1], gpu) is None
+    assert why_on_host(names, fields, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("value", [Of(1), Name("a"), {1}, np.array([Of(1)]), print], ids=lambda of: type(of).__name__)

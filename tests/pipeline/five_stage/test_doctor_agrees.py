@@ -92,7 +92,7 @@ ELSEWHERE = {
 """Reasons that the doctor gives too, with where it is tested, or whence it has them."""
 UNSEEN = {
     *(reasons.NO_GPU, reasons.LATE_HOOKS, reasons.OWN_COLLECTIVES),  # of the pipeline's own circumstances
-    *(reasons.VARIABLE_BATCH, reasons.OBJECT, reasons.READS_KJT, reasons.MANY_FORMS),  # of batches
+    *(reasons.VARIABLE_BATCH, reasons.OBJECT, reasons.ON_HOST, reasons.READS_KJT, reasons.MANY_FORMS),  # of batches
     *(reasons.READ_PAST, reasons.RATE_MOVES, reasons.FIRST, reasons.CHANGED, reasons.AUTOCAST, reasons.OVERFLOW),
 }
 """Reasons that only batches, captures and steps show."""

@@ -128,6 +128,7 @@ def simulated(ranks: Ranks) -> None:
     dense_graph_on_cpu()
     sizes, six = (4, 5, 6), 6 * 2 * A_ROW  # a batch has as many rows of both towers
     data = batches(ranks, 18, sizes=sizes)
+    twice = batches(ranks, 20, sizes=(4, 4, 6))
     grows = batches(ranks, 6, sizes=(4,)) + batches(ranks, 6, seed=2, sizes=(4, 6))
 
     def ours(most: int, data: list[Any]) -> tuple[Any, Any, Allocator]:
@@ -149,12 +150,13 @@ def simulated(ranks: Ranks) -> None:
         ):
             return *train(ranks, TwoTower, DENSE, data), device
 
-    expected = {len(of): train(ranks, TwoTower, None, of)[0] for of in (data, grows)}
+    expected = {len(of): train(ranks, TwoTower, None, of)[0] for of in (data, twice, grows)}
     for of, most, graphs, captured, dropped, why in (
         (data, TABLES + BATCH + 1000, 3, 3, 1, None),  # dropped at the end
         (data, TABLES + BATCH + six, 3, 5, 3, None),  # 4, 5, 6 and then 4 and 5 again
         (data, TABLES + BATCH + 10, 0, 1, 1, "too little for"),
         (data, TABLES + 10, 0, 1, 1, "OutOfMemoryError: CUDA out of memory"),
+        (twice, TABLES + BATCH + six, 2, 3, 2, None),  # 4, 6 and then 4 again
         (grows, TABLES + BATCH + six, 0, 2, 2, "too little for"),
         (grows, TABLES + 2 * BATCH + 2 * six, 2, 2, 1, None),
     ):

@@ -1,6 +1,5 @@
 """Graphs for batches of several sizes and numbers of tokens: what is replayed, padded or eager trains as stock does."""
 
-import copy
 import random
 import signal
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from torchrec.distributed import TrainPipelineSparseDist
 
 import dlrm_bench.pipeline.five_stage.graph_pool
 from dlrm_bench.dlrm.runtime.ranks import Ranks
-from dlrm_bench.pipeline.five_stage import dense_graph
 from dlrm_bench.pipeline.five_stage.captured import Captured
 from dlrm_bench.pipeline.five_stage.graph_pool import GraphPool, _room
 from dlrm_bench.pipeline.five_stage.options import FiveStageOptions
@@ -31,7 +29,6 @@ from tests.pipeline.five_stage.any_models import (
     TwoTower,
     batches,
     build,
-    sequences,
 )
 from tests.pipeline.five_stage.torchrec_models import Trained, drain, state
 
@@ -160,102 +157,6 @@ def compiled_parts(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("world_size", "gpu"), PLACES)
 def test_parts_are_compiled_before_the_capture(run_ranks, world_size, gpu):
     run_ranks(world_size, compiled_parts, gpu=gpu)
-
-
-class MeanOfTokens(Sequence):
-    """Divides by the number of rows."""
-
-    def logits(self, batch: Any) -> Tensor:
-        found = self.items(batch.sequences)
-        return self.of(found) + found["history"].values().mean()
-
-
-class NormOfTokens(Sequence):
-    """Its running statistics see all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.BatchNorm1d(8)
-
-    def logits(self, batch: Any) -> Tensor:
-        found = self.items(batch.sequences)
-        return self.of(found) + self.tokens(found["history"].values()).sum() * 0.01
-
-
-class MaskedById(Sequence):
-    """Leaves out tokens of id 0, by their ids alone: those of padding too, as long as they are 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = sequences(need_indices=True)
-
-    def logits(self, batch: Any) -> Tensor:
-        found = self.items(batch.sequences)
-        named = found["history"].weights() != 0
-        return self.of(found) + (found["history"].values() * named.unsqueeze(1)).sum() / named.sum()
-
-
-def padding_matters(ranks: Ranks) -> None:
-    for model, what in (
-        (MeanOfTokens, "the number of rows"),
-        (NormOfTokens, "the number of rows"),
-        (MaskedById, "ids"),
-    ):
-        pipeline = both(ranks, model, batches(ranks, 12))
-        off = pipeline.switched_off["cuda_graph"]
-        assert f"depends on {what} after the last token: pad to a fixed length first" in off
-        assert pipeline.graphs == 0
-
-
-@pytest.mark.parametrize(("world_size", "gpu"), PLACES)
-def test_a_model_that_reads_the_padding_is_not_padded(run_ranks, world_size, gpu):
-    run_ranks(world_size, padding_matters, gpu=gpu)
-
-
-class LeavesTraces(Sequence):
-    """Counts its batches on the device, and changes a field of each in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = sequences(need_indices=True)  # it is tried out with other ids, too
-        self.register_buffer("seen", torch.zeros(()))
-
-    def logits(self, batch: Any) -> Tensor:
-        self.seen += 1
-        return super().logits(batch) + batch.dense.add_(1).sum(1)
-
-
-def traces(ranks: Ranks) -> None:
-    signal.alarm(600)
-    dense_graph_on_cpu()
-    data = batches(ranks, 12)
-    theirs, _ = train(ranks, LeavesTraces, FiveStageOptions(), copy.deepcopy(data))
-    ours, pipeline = train(ranks, LeavesTraces, DENSE, copy.deepcopy(data))
-    torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-5, atol=1e-5)
-    assert pipeline._graph._padding.values()
-    assert all(why is None for why in pipeline._graph._padding.values())
-    assert pipeline._model.module.seen == len(data)
-
-
-def test_trying_out_the_padding_leaves_no_trace(run_ranks):
-    run_ranks(1, traces)
-
-
-def tried_out(ranks: Ranks) -> None:
-    calls: list[nn.Module] = []
-
-    def out_of_memory(model: nn.Module, *_: Any) -> None:
-        calls.append(model)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with patch.object(dense_graph, "why_padding_matters", out_of_memory):
-        pipeline = both(ranks, Sequence, batches(ranks, 12))
-    assert "too little memory to try out" in pipeline.switched_off["cuda_graph"]
-    assert len(calls) == len(pipeline._graph._padding) == 1
-
-
-def test_padding_is_tried_out_once_and_left_out_where_memory_is_too_little_for_that(run_ranks):
-    run_ranks(1, tried_out)
 
 
 class EveryOther(torch.optim.Optimizer):

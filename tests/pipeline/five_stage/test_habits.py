@@ -22,6 +22,8 @@ from dlrm_bench.pipeline.five_stage.pipeline import FiveStagePipeline
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import dense_graph_on_cpu
 from tests.pipeline.five_stage.any_models import (
+    DENSE,
+    DIM,
     PLANS,
     AnyBatch,
     Loss,
@@ -29,6 +31,7 @@ from tests.pipeline.five_stage.any_models import (
     Sequence,
     TwoTower,
     adam,
+    bags,
     batches,
     build,
 )
@@ -127,6 +130,38 @@ class Compiled(TwoTower):
         self.user.mlp.compile(backend="inductor" if torch.cuda.is_available() else "eager")
 
 
+class Prepares(TwoTower):
+    """Puts a transformed field in the place of the batch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(DENSE, 1)
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        batch.dense = (batch.dense + 1).log()
+        return super().logits(batch) + self.dense(batch.dense).squeeze(-1)
+
+
+class Halves(Loss):
+    """Halves the gradients of looked-up vectors by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = bags(("u0", "u1"))
+        self.mlp = nn.Linear(2 * DIM, 1)
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        return self.mlp(halved(self.tables(batch.bags).values())).squeeze(-1)
+
+
+@torch.fx.wrap
+def halved(vectors: Tensor) -> Tensor:
+    """Stands in a function, because TorchRec's trace takes no hook."""
+    if vectors.requires_grad:
+        vectors.register_hook(lambda gradient: gradient * 0.5)
+    return vectors
+
+
 HABITS: dict[str, tuple[Callable[[], Loss], Callable[[Any, CombinedOptimizer], Any] | None, Around | None]] = {
     "clipping": (TwoTower, clipped, None),
     "schedule": (TwoTower, scheduled, next_rate),
@@ -136,6 +171,8 @@ HABITS: dict[str, tuple[Callable[[], Loss], Callable[[Any, CombinedOptimizer], A
     "autocast": (Autocast, None, None),
     "scaler": (Scaled, unscaled, None),
     "compile": (Compiled, None, None),
+    "field set": (Prepares, None, None),
+    "hook on vectors": (Halves, None, None),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 
@@ -19,7 +19,7 @@ from dlrm_bench.pipeline.five_stage.trimmed.sharder import TrimmedEBCSharder
 from tests.cases import GPU_PLACES
 from tests.pipeline.cpu_graphs import iteration_graph_on_cpu
 from tests.pipeline.five_stage.any_models import LONGEST, PLANS, SEQUENCES, Everything, Sequence, batches, build
-from tests.pipeline.five_stage.test_habits import HABITS, drive
+from tests.pipeline.five_stage.test_habits import HABITS, Prepares, drive
 from tests.pipeline.five_stage.torchrec_models import Trained, drain
 
 STEPS, EAGER = 14, 5
@@ -80,6 +80,14 @@ class Several(Everything):
         self.items = Sequence().items
 
 
+class Reshapes(Prepares):
+    """Changes a field's shape in place."""
+
+    def logits(self, batch: Any) -> Tensor:
+        batch.dense.unsqueeze_(1)
+        return super().logits(batch).diagonal()
+
+
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
@@ -89,6 +97,7 @@ CASES: dict[str, Any] = HABITS | {
     "another zero_grad": (HABITS["clipping"][0], told_to_keep, None),
     "hook of the step": (HABITS["clipping"][0], hooked, None),
     "several modules": (Several, None, None),
+    "shape in place": (Reshapes, None, None),
 }
 
 
