@@ -148,7 +148,14 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
             self.iterations is not None or self.min_time is not None or not self.data.is_random,
             "--iterations or --min-time is missing: random batches have no end",
         )
-        require(self.min_time is None or self.min_time > 0, "--min-time must be positive")
+        require(
+            self.min_time is None or 0 < self.min_time < math.inf,
+            f"--min-time is {self.min_time}: give a positive number of seconds",
+        )
+        require(
+            self.max_time is None or self.max_time < math.inf,
+            f"--max-time is {self.max_time}: give a number of seconds, or leave it out",
+        )
         require(
             self.max_time is None or (self.min_time is not None and self.max_time >= self.min_time),
             f"--max-time {self.max_time} ends a run that continues after --min-time ({self.min_time}): give it as much",
@@ -170,12 +177,12 @@ class RunConfig(TrainingConfig[ModelT, DataT, OptimizerT]):
         way_out = "choose a --data.source of files" if hasattr(self.data, "source") else "leave it out"
         require(
             self.target_auc is None or not self.data.is_random,
-            f"--target-auc: random labels cannot be learned: {way_out}",
+            f"--target-auc: random data have no evaluation samples: {way_out}",
         )
         require(self.evaluations_per_epoch > 0, "--evaluations-per-epoch must be positive")
         require(
             self.stall_timeout is None or 1 <= self.stall_timeout < math.inf,
-            f"--stall-timeout is {self.stall_timeout}: it must be at least one second",
+            f"--stall-timeout is {self.stall_timeout}: give at least one second, or None for no limit",
         )
         require(self.loss_interval > 0, "--loss-interval must be positive")
         require(

@@ -1,11 +1,14 @@
 """All obstacles between a machine and a run, in one error, before anything is made."""
 
+from typing import Protocol, runtime_checkable
+
 import torch
 
 from dlrm_bench.bench.checkpoints.restarts import check_restarts
 from dlrm_bench.bench.config import RunConfig
 from dlrm_bench.bench.machine.description import largest_gpu_bytes
 from dlrm_bench.dlrm.benchmarks import named
+from dlrm_bench.dlrm.config import TrainingConfig
 from dlrm_bench.dlrm.runtime.host_memory import node_memory_bytes
 from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.dynamic.memory import bytes_of
@@ -16,10 +19,22 @@ from dlrm_bench.dlrm.tables.table_memory import (
     host_memory_bytes,
     refuse_places,
     refuse_tables,
+    refuse_whole_tables,
     tier_bytes,
 )
 from dlrm_bench.pipeline.interface import check_device
 from dlrm_bench.pipeline.static.options import StaticOptions
+from dlrm_bench.pipeline.torchrec.options import FiveStageSwitches
+
+
+@runtime_checkable
+class ChecksElements(Protocol):
+    """Parts of a benchmark whose unpooled vectors may be too many for TorchRec's output dist."""
+
+    def check_elements(self, config: TrainingConfig, world_size: int, trimmed: bool) -> None:
+        """Raises ValueError, naming the flags, if a rank sends too many. trimmed: whether sharders may trim the input
+        dist."""
+        ...
 
 
 def check_machine(config: RunConfig, ranks: Ranks) -> None:
@@ -30,6 +45,7 @@ def check_machine(config: RunConfig, ranks: Ranks) -> None:
         lambda: check_device(config.pipeline, ranks.device),
         lambda: _check_batches_fit(config, ranks),
         lambda: _check_tables_fit(config, ranks),
+        lambda: _check_elements(config, ranks.world_size),
         lambda: check_restarts(config),
     )
     for check in checks:
@@ -71,6 +87,14 @@ def _check_tables_fit(config: RunConfig, ranks: Ranks) -> None:
         check_tables_fit(tables, optimizer, memory, device)
 
 
+def _check_elements(config: RunConfig, world_size: int) -> None:
+    """Raises ValueError if a rank sends more elements of unpooled vectors than TorchRec counts."""
+    parts, pipeline = named(config.benchmark).parts(), config.pipeline
+    if isinstance(parts, ChecksElements):
+        trimmed = isinstance(pipeline, FiveStageSwitches) and pipeline.trim_input_dist
+        parts.check_elements(config, world_size, trimmed)
+
+
 def check_tables_fit_node(config: RunConfig, processes: int, on_gpus: bool) -> None:
     """Raises ValueError if the tables of a run of `config` exceed the memory of this node, with all its ranks on it.
 
@@ -88,6 +112,8 @@ def check_tables_fit_node(config: RunConfig, processes: int, on_gpus: bool) -> N
         refuse_places(pipeline.dynamic_rows, needed, memory)
     else:
         refuse_tables(tables, optimizer, memory * processes, processes)
+        if tables.whole and on_gpus:
+            refuse_whole_tables(tables, optimizer, memory, processes)
 
 
 def _rank_bytes(config: RunConfig, device_bytes: int, host_bytes: int, on_gpu: bool) -> int:

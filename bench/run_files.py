@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 LOG_NAME = "result_0.txt"
 _PATIENCE_S = 5
 """Seconds to wait for a disk, less than the 30 after which torchrun kills its ranks."""
+_TURN_S = 4
+"""Seconds of these in which a thread that ends the run waits for the run's own thread to finish its record."""
+_WRITING = threading.Lock()
+"""Held by the thread that writes the measurements of this process's run, of which there is one at a time."""
 
 
 def agree_on_folder(config: RunConfig, ranks: Ranks, machine: Machine) -> Path:
@@ -131,11 +135,17 @@ def _within_seconds(work: Callable[[], None]) -> None:
 def _keep_own(this: "Run") -> None:
     release_room(this.folder)
     iterations_ms = this.clock.so_far_ms()[None]
-    if this.place is None and iterations_ms.size:
-        folder = _write_here(this, _figures(this, iterations_ms, this.losses.known))
-        if (folder / ITERATIONS_NPZ).is_file():
-            text = f"rank 0: its latencies so far, and the losses that were read, are in {folder / ITERATIONS_NPZ}"
-            print(text, file=sys.stderr, flush=True)
+    if not _WRITING.acquire(timeout=_TURN_S):
+        print(f"warning: the files of {this.folder} are still being written", file=sys.stderr, flush=True)
+        return
+    try:
+        if this.place is None and iterations_ms.size:
+            folder = _write_alone(this, _figures(this, iterations_ms, this.losses.known))
+            if (folder / ITERATIONS_NPZ).is_file():
+                text = f"rank 0: its latencies so far, and the losses that were read, are in {folder / ITERATIONS_NPZ}"
+                print(text, file=sys.stderr, flush=True)
+    finally:
+        _WRITING.release()
     restore_log(this)
 
 
@@ -255,6 +265,13 @@ def _write_somewhere(this: "Run", write: Callable[[Path], None]) -> Path:
 
 def _write_here(this: "Run", write: Callable[[Path], None]) -> Path:
     """Does the work of _write_somewhere on rank 0."""
+    # A signal ends the run on another thread, which would write the figures of rank 0 over those of all ranks.
+    with _WRITING:
+        return _write_alone(this, write)
+
+
+def _write_alone(this: "Run", write: Callable[[Path], None]) -> Path:
+    """Does the work of _write_here for a thread that holds _WRITING."""
     release_room(this.folder)
     try:
         write(this.folder)

@@ -78,7 +78,7 @@ class DataOptions(Protocol):
 
     @property
     def is_random(self) -> bool:
-        """Whether batches are random, unlimited in number, and have labels that no model can learn."""
+        """Whether batches are random, unlimited in number, and kept for no evaluation."""
         ...
 
     @property

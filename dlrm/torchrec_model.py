@@ -60,7 +60,7 @@ class TorchRecModel:
     """Whether the dense optimizer is also the tables', so that it updates data-parallel tables along with the rest."""
     constraints: Mapping[str, ParameterConstraints] | None = None
     """Constraints for TorchRec's planner, by table; only for models with EmbeddingBagCollections only. None: tables are
-    sharded table-wise, round-robin over the ranks."""
+    whole, each on the rank that Tables.owners names."""
     by_rows: bool = False
     """Whether each table is split by rows over all ranks, as needed for tables larger than a rank's memory; excludes
     `constraints`."""

@@ -29,6 +29,7 @@ from dlrm_bench.bench.checkpoints.folders import on_rank_0
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.flags import known_flags
 from dlrm_bench.bench.obstacles import check_machine
+from dlrm_bench.bench.records.json_file import write_whole
 from dlrm_bench.bench.run import run
 from dlrm_bench.bench.stats.statistics import student_t
 from dlrm_bench.dlrm.benchmarks import named
@@ -83,7 +84,7 @@ def main() -> int:
                 "data": as_json(config)["data"],
                 "best_auc": best_auc,
             }
-            file.write_text(json.dumps(summary, indent=1) + "\n")
+            write_whole(file, json.dumps(summary, indent=1))
     if ranks.rank == 0:
         print(json.dumps(summary, indent=1))
     ranks.destroy_process_group()

@@ -9,11 +9,11 @@ compliance checker refuses the log; torchrun turns every status but 0 into 1.
 The flag --preset selects one of the presets below, whose values are the defaults. --pipeline takes torchrec (stock, the
 default), five-stage or static, and adds the options of that pipeline. Two flags print and exit, without torchrun:
 `--print-config` prints the resolved configuration, --print-plan [RANKS] the tables and the load of each rank under the
-static pipeline; RANKS defaults to torchrun's WORLD_SIZE, or else 8. The plan's times are those of an H200, or, with
-`--limits FILE` (a limits.json of `dlrm-bench limits`), of the GPUs measured there. For the plan, --gpus-per-node GPUS
-sets the size of a node (default 8), --network-gb-s RATE the network's rate per GPU (default 45 GB/s), and
-`--host-memory-gb GB` the host memory of a node, which its GPUs share (default 137 GB for each of them, or as
-measured for FILE).
+static pipeline, or, for models that it does not train, the tables of each rank; RANKS defaults to torchrun's
+WORLD_SIZE, or else 8. The plan's times are those of an H200, or, with `--limits FILE` (a limits.json of `dlrm-bench
+limits`), of the GPUs measured there. For the plan, --gpus-per-node GPUS sets the size of a node (default 8),
+--network-gb-s RATE the network's rate per GPU (default 45 GB/s), and `--host-memory-gb GB` the host memory of a node,
+which its GPUs share (default 137 GB for each of them, or as measured for FILE).
 """
 
 import argparse

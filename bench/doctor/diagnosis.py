@@ -1,6 +1,7 @@
 """The whole diagnosis of a script, from the files of its ranks."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -215,9 +216,20 @@ def read_diagnosis(path: Path) -> Diagnosis:
 
 
 def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
-    """Writes the JSON file."""
+    """Writes the JSON file in one step: where that fails, as on a full disk, an earlier file stays as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(diagnosis, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(diagnosis, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # such as a pipe, which cannot be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link keeps leading there
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _complete_ranks(folder: Path, needed: int) -> list[RankFile]:

@@ -22,7 +22,7 @@ from dlrm_bench.bench.instruments.progress import stderr_console
 from dlrm_bench.bench.ladder.launching import torchrun
 from dlrm_bench.bench.ladder.run_ladder import put_aside, this_node
 from dlrm_bench.bench.machine.source import git, source_of_commit
-from dlrm_bench.bench.records.json_file import json_text, read_form
+from dlrm_bench.bench.records.json_file import json_text, read_form, write_whole
 from dlrm_bench.bench.records.record import RUN_JSON, create_run_folder, read_record
 from dlrm_bench.bench.report.rounding import with_interval
 from dlrm_bench.bench.started_runs import new_id, processes_of_run
@@ -61,7 +61,7 @@ def bisect_command(console: Console, forwarded: Sequence[str], asked: BisectComm
     else:
         plan = _new_plan(asked, forwarded)
         folder = create_run_folder(asked.results_dir, new_id(plan["processes"], plan["flags"], "bisection"))
-        (folder / PLAN_JSON).write_text(json_text(plan) + "\n", encoding="utf-8")
+        write_whole(folder / PLAN_JSON, json_text(plan))
     finding: Finding | None = None
     try:
         for found in run_plan(plan, folder):

@@ -23,6 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.machine.source import source_hash
 from dlrm_bench.dlrm.runtime.command_line import FailedError
 
 LAUNCHER = ROOT / "launch" / "dlrm.py"
@@ -65,6 +67,7 @@ def start_server() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; torch reads it when it is imported
     # Imports check for a GPU: through NVML, because no fork of a process that has initialised CUDA can use CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    _source_of_server()
     forkserver.set_forkserver_preload(_PRELOADED)
     with _signal_handlers_kept():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server from its start: it ends with this process
@@ -76,10 +79,12 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
 
     Each rank gets the environment (as of the server's start), sys.argv and standard streams that torchrun would give
     it, and torch elastic supervises it from this process, as under torchrun. FailedError, with the rank's output, if a
-    rank fails. A signal to this process ends the ranks, and then this process.
+    rank fails; ValueError, before any rank, if the program's files have changed since the server's start. A signal to
+    this process ends the ranks, and then this process.
     """
     start_server()
     _await_server()
+    _check_source()
     output.write_bytes(b"")
     with TemporaryDirectory() as logs, _elastic_logs_to(output), _signal_handlers_kept():
         config = LaunchConfig(
@@ -103,6 +108,22 @@ def run_forked(flags: Sequence[str], processes: int, output: Path, launcher: Pat
             raise FailedError(_failed(launcher, flags, f"it could not be run: {error}", output)) from error
         except SignalException as stop:
             raise _end_by(stop.sigval) from None
+
+
+@cache
+def _source_of_server() -> str:
+    """Returns the hash of the program's files, as they were at the first call: before the server imports them."""
+    return source_hash(ROOT)
+
+
+def _check_source() -> None:
+    """Raises ValueError if the program's files are not those that the server has imported: ranks would run the old
+    ones, and record the hash and the commit of the new ones."""
+    if source_hash(ROOT) != _source_of_server():
+        raise ValueError(
+            f"program files in {ROOT} have changed since this command started, which runs them as they were: restore "
+            "them and continue (ladder --resume FOLDER, or the same submission build again), or begin anew elsewhere"
+        )
 
 
 def _await_server() -> None:

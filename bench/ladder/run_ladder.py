@@ -22,7 +22,7 @@ from dlrm_bench.bench.ladder.analysis import host_cost, rung_results
 from dlrm_bench.bench.ladder.comparisons import precision_of
 from dlrm_bench.bench.ladder.launching import MEASURE, run_by, run_forked
 from dlrm_bench.bench.machine import cpu
-from dlrm_bench.bench.machine.source import git_state
+from dlrm_bench.bench.machine.source import git_state, source_hash
 from dlrm_bench.bench.records.json_file import json_text, write_whole
 from dlrm_bench.bench.records.ladder import (
     LADDER_JSON,
@@ -42,6 +42,7 @@ from dlrm_bench.bench.records.record import RUN_JSON, Record, read_record
 from dlrm_bench.bench.stats.repetitions import balanced_orders
 from dlrm_bench.dlrm.benchmark import Rung
 from dlrm_bench.dlrm.data.lock import locked
+from dlrm_bench.dlrm.runtime.command_line import FailedError
 
 FEWEST_ROUNDS = 6
 """Number of rounds after which --rounds auto first checks its precision. It checks again after every second round, when
@@ -91,7 +92,7 @@ def make_plan(
 def plan_to_resume(folder: Path) -> Plan:
     """Returns the plan of the interrupted ladder in `folder`, of which runs or profiled runs are missing.
 
-    ValueError if it has finished, or was begun on another machine or by other source code: rounds of one ladder are
+    ValueError if it has finished, or was begun on another machine or by other program files: rounds of one ladder are
     compared with each other.
     """
     plan = read_plan(folder)
@@ -102,7 +103,7 @@ def plan_to_resume(folder: Path) -> Plan:
         )
     if plan["node"] != this_node():
         raise ValueError(f"{folder} was started on {plan['node']}, but this is {this_node()}: run a new ladder here")
-    if plan["source"] != {**git_state(ROOT)}:
+    if plan["source"].get("source") != source_hash(ROOT):  # a commit of texts alone leaves the program as it was
         raise ValueError(
             f"{folder} was started from other source code ({plan['source']}): check that out, or run a new ladder"
         )
@@ -115,9 +116,9 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
     folder: exists, and is empty or holds the interrupted ladder; an unfinished run is put aside and run again. Where
     it holds ladder.json, its rounds have ended, and missing profiled runs are all that is made. say:
     gets a sentence after each round on the differences that the rounds find. FailedError, with its output, if a timed
-    run fails; ValueError if one ends within its warm-up, or if another command is running the ladder. The records made
-    so far stay, and notes of the exception name them, whatever ends the ladder. A profiled run that fails leaves its
-    log, and its rung without a host block.
+    run fails; ValueError if one ends within its warm-up, if the program's files change between timed runs, or if
+    another command is running the ladder. The records made so far stay, and notes of the exception name them, whatever
+    ends the ladder. A profiled run that fails leaves its log, and its rung without a host block.
     """
     rungs = [Rung(rung["name"], tuple(rung["flags"]), rung["note"]) for rung in plan["rungs"]]
     members: dict[str, list[Record]] = {rung.name: [] for rung in rungs}
@@ -169,15 +170,20 @@ def run_ladder(plan: Plan, folder: Path, say: Callable[[str], None] = lambda tex
 
 def _profile(plan: Plan, rung: Rung, folder: Path) -> HostCost | None:
     """Returns the results of a rung's profiled run, an existing one or one made now; None where it fails, which must
-    not cost the hours of timed rounds."""
+    not cost the hours of timed rounds. The reason is then in its log."""
     run = folder / profiled_run_id(rung.name)
+    log = folder / f"{run.name}.log"
     try:
         if not (run / RUN_JSON).exists():
             put_aside(run)
             flags = ["host", *plan["flags"], *rung.flags, "--results-dir", str(folder), "--run-id", run.name]
-            run_forked(flags, plan["processes"], folder / f"{run.name}.log", MEASURE)
+            run_forked(flags, plan["processes"], log, MEASURE)
         return host_cost(read_record(run))
-    except ValueError:
+    except FailedError:
+        return None
+    except ValueError as error:  # of this process, so not in the ranks' output
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{error}\n")
         return None
 
 
@@ -192,15 +198,23 @@ def profiled_run_id(rung: str) -> str:
 
 
 def _run_or_read(plan: Plan, rung: Rung, folder: Path, member: str) -> Record:
-    """Returns the record of a run, which is made now unless it exists."""
-    if not (folder / member / RUN_JSON).exists():
-        put_aside(folder / member)
+    """Returns the record of a run, which is made now unless it exists. ValueError if other program files made it."""
+    run = folder / member
+    if not (run / RUN_JSON).exists():
+        put_aside(run)
         flags, output = [*plan["flags"], *rung.flags], folder / f"{member}.log"
-        if "launch" in plan:  # which may change the directory
-            run_by(plan["launch"], [*flags, "--results-dir", str(folder.resolve()), "--run-id", member], output)
-        else:
+        if "launch" not in plan:
             run_forked([*flags, "--results-dir", str(folder), "--run-id", member], plan["processes"], output)
-    return _timed(read_record(folder / member))
+            return _timed(read_record(run))  # run_forked has compared the files
+        # The command may change the directory.
+        run_by(plan["launch"], [*flags, "--results-dir", str(folder.resolve()), "--run-id", member], output)
+    record = read_record(run)
+    if record.run["git"].get("source") != plan["source"].get("source"):
+        raise ValueError(
+            f"{run} was made by other program files than this ladder ({record.run['git']}, not {plan['source']}): "
+            f"restore those of the ladder, move {run.name} out of {folder} and resume, or run a new ladder"
+        )
+    return _timed(record)
 
 
 def put_aside(unfinished: Path) -> None:

@@ -1,4 +1,5 @@
-"""The table of `--print-plan`: each rank's shards of the static pipeline's tables, and the balance of the work."""
+"""The table of `--print-plan`: each rank's shards of the static pipeline's tables, and the balance of the work; or each
+rank's tables, where all pipelines keep them whole."""
 
 import math
 import statistics
@@ -22,13 +23,16 @@ from dlrm_bench.dlrm.tables.plan.costs import imbalance, iteration_us, rank_load
 from dlrm_bench.dlrm.tables.plan.plan import Plan, Shard
 from dlrm_bench.dlrm.tables.plan.planner import plan_for
 from dlrm_bench.dlrm.tables.plan.tier_costs import check_tiers_fit
-from dlrm_bench.dlrm.tables.table_memory import HEADROOM
+from dlrm_bench.dlrm.tables.table_memory import HEADROOM, refuse_whole_tables, whole_table_bytes
 from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.pipeline.static.options import StaticOptions
 
 
 def print_plan(config: RunConfig, topology: Topology, costs: GpuCosts = DEFAULT_COSTS) -> None:
     """Prints the plan of these ranks on GPUs of these costs as a table; ValueError if there is no plan."""
+    if config.model.tables.whole:
+        print_whole_tables(config, topology, costs)
+        return
     if not config.model.tables.pooled:
         print_row_plan(config, topology, costs)
         return
@@ -146,6 +150,37 @@ def print_row_plan(config: RunConfig, topology: Topology, costs: GpuCosts) -> No
     console = Console(width=120, markup=False, highlight=False)
     console.print(table)
     _print_rank(config, topology, costs, needed)
+
+
+def print_whole_tables(config: RunConfig, topology: Topology, costs: GpuCosts) -> None:
+    """Prints each rank's tables and their memory where every pipeline keeps tables whole; ValueError if those of a rank
+    do not fit."""
+    tables, optimizer, ranks = config.model.tables, config.optimizer.tables, topology.world_size
+    if config.pipeline.constraints:
+        raise ValueError(f"{FLAG}: this model's tables are assigned round-robin, without a planner; leave it out")
+    refuse_whole_tables(tables, optimizer, costs.memory_bytes, ranks)
+    pipelines, owners = named(config.benchmark).pipelines, tables.owners(ranks)
+    table = Table(
+        title=f"{config.preset} with --pipeline {' or '.join(pipelines)} on {ranks} rank(s){_nodes(topology)}, "
+        f"global batch {config.local_batch_size * ranks}: whole tables, round-robin",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("rank", justify="right")
+    table.add_column("tables")
+    for name in ("tables, GB", "state, GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    held = whole_table_bytes(tables, optimizer, ranks)
+    for rank, (weights, state) in enumerate(held):
+        own = " ".join(name for name, owner in zip(tables.names, owners, strict=True) if owner == rank)
+        table.add_row(str(rank), own, f"{weights / 1e9:.3g}", f"{state / 1e9:.3g}")
+    console = Console(width=120, markup=False, highlight=False)
+    console.print(table)
+    most, available = max(map(sum, held)) / 1e9, costs.memory_bytes * HEADROOM / 1e9
+    console.print(
+        f"the fullest rank, with the memory of {costs.measured_on}: {available - most:.1f} of {available:.1f} GB are "
+        "left for the dense network"
+    )
 
 
 def _print_dynamic_rows(config: RunConfig, topology: Topology, costs: GpuCosts, places: int) -> None:

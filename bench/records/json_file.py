@@ -1,13 +1,15 @@
 """The JSON files of runs, ladders and limits: reading and writing them, and checking their form."""
 
+import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import IO, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 _WAY_OUT = "restore the file or leave it out"
 T = TypeVar("T")
@@ -64,13 +66,28 @@ def json_text(value: Any, indent: int = 0) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes the text and a line end in one step: where that fails, as on a full disk, the file stays as it was."""
-    unfinished = path.with_suffix(f"{path.suffix}.tmp")
-    # A path that is not UTF-8 has surrogates, which JSON writes as escapes.
-    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    with whole_file(path) as file:
+        # A path that is not UTF-8 has surrogates, which JSON writes as escapes.
+        file.write(f"{text}\n".encode(errors="backslashreplace"))
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yields an empty file that becomes `path` in one step at the end; where that fails, `path` stays as it was."""
+    path = path.resolve()  # a link keeps leading there
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, unfinished)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _json_line(value: Any) -> str:

@@ -13,7 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from dlrm_bench.bench.records.record import create_run_folder, of_numpy, summarize_latency, write_record
+from dlrm_bench.bench.records.record import (
+    ITERATIONS_NPZ,
+    create_run_folder,
+    discard_run_folder,
+    of_numpy,
+    summarize_latency,
+    write_record,
+)
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, Machine, RunRecord
 
 PRESET = "own"
@@ -56,6 +63,10 @@ def write_timings(
     if samples < 1 or warmup < 0:
         raise ValueError(f"samples ({samples}) must be positive, and the warm-up ({warmup}) not negative")
     loss = np.full(times.shape[1], np.nan, np.float32) if losses is None else np.asarray(losses, dtype=np.float32)
+    if loss.shape != times.shape[1:]:
+        raise ValueError(
+            f"losses are {list(loss.shape)} of {times.shape[1]} iterations: give a loss for each, or leave them out"
+        )
     described = _machine(machine or {})
     ended = (finished or datetime.now(UTC)).astimezone(UTC)
     latency = summarize_latency(times, warmup)
@@ -84,7 +95,11 @@ def write_timings(
         stages_ms=None,
         training=None,
     )
-    write_record(folder, record, times, loss)
+    try:
+        write_record(folder, record, times, loss)
+    except BaseException:
+        discard_run_folder(folder, ITERATIONS_NPZ)  # so that the next try can have it
+        raise
     return record
 
 

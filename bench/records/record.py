@@ -19,7 +19,7 @@ import numpy as np
 
 from dlrm_bench.bench.config import RunConfig, as_json
 from dlrm_bench.bench.limits.efficiency import efficiency_of
-from dlrm_bench.bench.records.json_file import check_form, json_text, read_json, write_whole
+from dlrm_bench.bench.records.json_file import check_form, json_text, read_json, whole_file, write_whole
 from dlrm_bench.bench.records.schema import (
     READABLE_SCHEMAS,
     RECORD_SCHEMA,
@@ -222,13 +222,14 @@ def write_iterations(
     losses: np.ndarray | Sequence[float],
     before: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Writes iterations.npz alone, for a run that does not finish.
+    """Writes iterations.npz alone, in one step, for a run that does not finish.
 
     iterations_ms: float32 [ranks, iterations], raw. losses: the known losses of the first of these iterations. before:
     history_arrays of the checkpoint that a run resumed.
     """
     latency_ms, loss = iterations_ms.astype(np.float32), np.asarray(losses, dtype=np.float32)
-    np.savez_compressed(folder / ITERATIONS_NPZ, allow_pickle=False, latency_ms=latency_ms, loss=loss, **(before or {}))
+    with whole_file(folder / ITERATIONS_NPZ) as file:
+        np.savez_compressed(file, allow_pickle=False, latency_ms=latency_ms, loss=loss, **(before or {}))
 
 
 def read_record(folder: Path) -> Record:

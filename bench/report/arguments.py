@@ -55,6 +55,7 @@ class Tables:
 
     def run(self, console: "Console", forwarded: Sequence[str]) -> int:
         """Writes the files whose tables changed, or names them; returns the exit status."""
+        from dlrm_bench.bench.records.json_file import whole_file
         from dlrm_bench.bench.report.markdown import markdown_files, rendered
 
         changed = 0
@@ -64,7 +65,8 @@ class Tables:
                 continue
             changed += 1
             if not self.check:
-                path.write_text(text, encoding="utf-8")
+                with whole_file(path) as file:
+                    file.write(text.encode())
             says = "differs from its records" if self.check else "rendered again"
             console.print(f"{path}: {says}", soft_wrap=True, markup=False, highlight=False)
         return EXIT_FAILED if self.check and changed else 0

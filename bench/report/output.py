@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from dlrm_bench.bench.records.json_file import read_json
+from dlrm_bench.bench.records.json_file import read_json, write_whole
 
 MANIFEST = "report.json"
 """Name of the file that lists a report's files."""
@@ -54,5 +54,4 @@ def _written_before(out: Path) -> set[str]:
 
 
 def _write_manifest(out: Path, names: set[str]) -> None:
-    text = json.dumps({"written_by": "dlrm-bench report", "files": sorted(names)}, indent=2)
-    (out / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    write_whole(out / MANIFEST, json.dumps({"written_by": "dlrm-bench report", "files": sorted(names)}, indent=2))

@@ -70,14 +70,24 @@ def refuse_places(places: int, needed: int, rank_bytes: int) -> None:
         )
 
 
+def own_memory(device: torch.device) -> bool:
+    """Whether each rank has memory of its own: on the CPU, the ranks of a node share the host's."""
+    return device.type == "cuda"
+
+
 def check_tables_fit(tables: Tables, optimizer: TableOptimizer, available_bytes: int, device: torch.device) -> None:
-    """Raises ValueError, on every rank, if tables and optimizer state exceed the memory of all ranks together.
+    """Raises ValueError, on every rank, if tables and optimizer state exceed the memory of all ranks together, or if
+    tables are whole and those of one GPU exceed the least memory of a GPU.
 
     available_bytes: this rank's; the process group sums it.
     """
     total = torch.tensor([available_bytes], dtype=torch.int64, device=device)
     dist.all_reduce(total)
     refuse_tables(tables, optimizer, int(total), dist.get_world_size())
+    if tables.whole and own_memory(device):
+        least = torch.tensor([available_bytes], dtype=torch.int64, device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        refuse_whole_tables(tables, optimizer, int(least), dist.get_world_size())
 
 
 def refuse_tables(tables: Tables, optimizer: TableOptimizer, total_bytes: int, world_size: int) -> None:
@@ -85,9 +95,38 @@ def refuse_tables(tables: Tables, optimizer: TableOptimizer, total_bytes: int, w
     state_bytes = sum(tables.rows) * optimizer.state_columns(tables.columns) * 4
     needed, available = tables.bytes + state_bytes, total_bytes * HEADROOM
     if needed > available:
-        scale = tables.scale * available / needed
-        advice = tables.advice or f"shrink the tables with --model.table-scale {max(scale * 0.95, 1e-6):.2g}"
         raise ValueError(
             f"the embedding tables do not fit: tables and optimizer state need {needed / 1e9:.1f} GB, but the "
-            f"{world_size} rank(s) have {available / 1e9:.1f} GB; use more GPUs or {advice}"
+            f"{world_size} rank(s) have {available / 1e9:.1f} GB; use more GPUs or "
+            f"{_smaller(tables, available / needed)}"
         )
+
+
+def whole_table_bytes(tables: Tables, optimizer: TableOptimizer, world_size: int) -> list[tuple[int, int]]:
+    """Returns the bytes of each rank's tables, and of their optimizer state, if tables are whole."""
+    rows = [0] * world_size
+    for owner, of_table in zip(tables.owners(world_size), tables.rows, strict=True):
+        rows[owner] += of_table
+    states = optimizer.state_columns(tables.columns)
+    return [(4 * own * tables.columns, 4 * own * states) for own in rows]
+
+
+def refuse_whole_tables(tables: Tables, optimizer: TableOptimizer, rank_bytes: int, world_size: int) -> None:
+    """Raises ValueError if a rank's whole tables and their optimizer state exceed `rank_bytes`, a rank's memory."""
+    needed, available = [sum(both) for both in whole_table_bytes(tables, optimizer, world_size)], rank_bytes * HEADROOM
+    most = max(needed)
+    if most > available:
+        rank = needed.index(most)
+        names = [name for name, owner in zip(tables.names, tables.owners(world_size), strict=True) if owner == rank]
+        largest = max(tables.rows) * (tables.columns + optimizer.state_columns(tables.columns)) * 4
+        more_gpus = "use more GPUs or " if largest <= available else ""  # no number of them splits a table
+        raise ValueError(
+            f"the embedding tables do not fit: of {world_size} rank(s), rank {rank} holds {', '.join(names)}, each of "
+            f"them whole, which need {most / 1e9:.1f} GB with optimizer state, but a rank has {available / 1e9:.1f} "
+            f"GB; {more_gpus}{_smaller(tables, available / most)}"
+        )
+
+
+def _smaller(tables: Tables, share: float) -> str:
+    """Returns the advice for tables that are to take at most this share of their bytes."""
+    return tables.advice or f"shrink the tables with --model.table-scale {max(tables.scale * share * 0.95, 1e-6):.2g}"

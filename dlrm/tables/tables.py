@@ -18,10 +18,12 @@ class Tables:
     scale: float = 1.0
     """Factor of --model.table-scale on the rows, for errors that suggest another one."""
     pooled: bool = True
-    """Whether the rows that a sample names in a table are summed before they reach the dense network; if not, every
-    pipeline splits each table by rows over all ranks."""
+    """Whether some pipeline does not split each table by rows over all ranks. The rows of such tables need not be
+    summed: HSTU's tables are whole, and of sequences."""
     raw_ids: bool = False
     """Whether ids are int64 numbers of any value instead of row numbers."""
+    whole: bool = False
+    """Whether every pipeline of the model keeps each table on one rank, which `owners` names, without a planner."""
     advice: str | None = None
     """Advice for smaller tables, in errors; None for --model.table-scale."""
 
@@ -44,3 +46,7 @@ class Tables:
     def bytes(self) -> int:
         """Bytes of all tables in fp32, without optimizer state."""
         return sum(self.rows) * self.columns * 4
+
+    def owners(self, ranks: int) -> list[int]:
+        """Returns the rank of each table, if they are whole: round-robin, in table order."""
+        return [table % ranks for table in range(self.count)]

@@ -85,6 +85,7 @@ class BagsModel:
             columns=self.embedding_dim,
             hot=(self.longest_history,) * len(sequences) + (self.multi_hot_size,) * len(bags),
             scale=self.table_scale,
+            whole=True,
         )
 
 
@@ -230,7 +231,7 @@ class RandomData:
 
     @property
     def is_random(self) -> bool:
-        """True: labels cannot be learned."""
+        """True: batches have no end, and no samples are kept for an evaluation."""
         return True
 
     @property

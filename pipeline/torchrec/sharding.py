@@ -25,6 +25,7 @@ from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.tables.initial_weights import fill_initial_weights
 from dlrm_bench.dlrm.tables.plan.constraints import FLAG, described
 from dlrm_bench.dlrm.tables.table_memory import check_tables_fit, device_memory_bytes, host_memory_bytes
+from dlrm_bench.dlrm.tables.tables import Tables
 from dlrm_bench.dlrm.torchrec_model import TorchRecModel
 from dlrm_bench.pipeline.torchrec.constraints import check_offered, with_constraints
 from dlrm_bench.pipeline.torchrec.guard import TorchRecLossGuard
@@ -130,12 +131,13 @@ def _plan(
     """Returns the plan of all tables, under the user's constraints. Collective."""
     tables = config.model.tables
     constraints = options.constraints_on(tables)
+    assert tables.whole == (of_benchmark.constraints is None and not of_benchmark.by_rows), "--print-plan shows it"
     if of_benchmark.constraints is None:
         require(
             not constraints,
             f"{FLAG}: this model's tables are assigned round-robin, without TorchRec's planner; leave it out",
         )
-        return _plan_of_all(collections, sharders, ranks, of_benchmark.by_rows)
+        return _plan_of_all(collections, tables, sharders, ranks, of_benchmark.by_rows)
     assert not _has(collections, sharders.sequences), "the planner handles EmbeddingBagCollections only"
     left_out = {*left_out, *(() if options.row_wise else _BY_ROWS)}
     planned = _PlanningSharder(sharders.bags, left_out)
@@ -182,14 +184,16 @@ def _has(collections: Mapping[str, nn.Module], sharder: Any) -> bool:
     return any(isinstance(part, sharder.module_type) for part in collections.values())
 
 
-def _plan_of_all(collections: Mapping[str, nn.Module], sharders: Sharders, ranks: Ranks, by_rows: bool) -> ShardingPlan:
-    """Returns a plan that assigns whole tables to the ranks round-robin, or each table by rows to all ranks."""
-    plans, count = {}, 0
+def _plan_of_all(
+    collections: Mapping[str, nn.Module], tables: Tables, sharders: Sharders, ranks: Ranks, by_rows: bool
+) -> ShardingPlan:
+    """Returns a plan that assigns whole tables to their owners, or each table by rows to all ranks. tables: those of
+    the collections, in their order."""
+    plans, owners = {}, iter(tables.owners(ranks.world_size))
     for path, part in collections.items():
         of_table = {}
         for table in sharders.of(part).shardable_parameters(part):
-            of_table[table] = row_wise() if by_rows else table_wise(rank=count % ranks.world_size)
-            count += 1
+            of_table[table] = row_wise() if by_rows else table_wise(rank=next(owners))
         plans[path] = construct_module_sharding_plan(
             part,
             of_table,

@@ -1,3 +1,5 @@
+import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -5,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from dlrm_bench.bench.config import RunConfig
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.launch import auc_over_seeds
+from tests.bench.records.full_disk import fails_after
 from tests.launched import free_port
 
 
@@ -71,8 +76,8 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         auc_over_seeds.main()
 
 
-def check_refused(monkeypatch: pytest.MonkeyPatch, folder: Path, flags: list[str], said: str) -> None:
-    """A comparison ends with this error before its first run. folder: that of the results."""
+def compare(monkeypatch: pytest.MonkeyPatch, folder: Path, flags: list[str]) -> None:
+    """Starts a comparison of which no run can start. folder: that of the results."""
     environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     for name, value in {**environment, "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, str(value))
@@ -85,10 +90,15 @@ def check_refused(monkeypatch: pytest.MonkeyPatch, folder: Path, flags: list[str
     monkeypatch.setattr(auc_over_seeds, "named", lambda _: planted)
     monkeypatch.setattr(auc_over_seeds, "run", None)
     try:
-        with pytest.raises(ValueError, match=said):
-            auc_over_seeds.main()
+        auc_over_seeds.main()
     finally:
         dist.destroy_process_group()
+
+
+def check_refused(monkeypatch: pytest.MonkeyPatch, folder: Path, flags: list[str], said: str) -> None:
+    """A comparison ends with this error before its first run. folder: that of the results."""
+    with pytest.raises(ValueError, match=said):
+        compare(monkeypatch, folder, flags)
 
 
 def test_a_side_that_this_machine_cannot_run_is_refused_before_the_other_runs(
@@ -102,3 +112,22 @@ def test_the_summary_of_earlier_seeds_is_not_overwritten(monkeypatch: pytest.Mon
     (tmp_path / "auc_over_seeds.json").write_text("{}")
     flags = ["--first-seed", "5", "--rungs", "static", "stock", "static"]
     check_refused(monkeypatch, tmp_path, flags, f"--results-dir: {tmp_path}/auc_over_seeds.json exists, the summary of")
+
+
+def test_a_disk_that_is_full_leaves_the_summary_of_the_seeds_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, before = tmp_path / "auc_over_seeds.json", []
+
+    def auc(config: RunConfig, _: Ranks) -> float:
+        if config.seed == 2:
+            before[:] = [file.read_text()]
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before[0]) - 10, most))
+        return 0.7 + config.seed / 7
+
+    monkeypatch.setattr(auc_over_seeds, "_auc", auc)
+    with fails_after(1 << 20):  # at first
+        compare(monkeypatch, tmp_path, ["--seeds", "3", "--rungs", "static", "stock", "static"])
+    assert [file.read_text()] == before
+    assert json.loads(before[0])["auc"].keys() == {"stock", "static"}

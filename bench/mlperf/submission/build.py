@@ -16,7 +16,7 @@ from typing import Any
 import dlrm_bench
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.forwarded import take_flag
-from dlrm_bench.bench.machine.source import PROGRAM, copy_source
+from dlrm_bench.bench.machine.source import PROGRAM, copy_source, source_hash
 from dlrm_bench.bench.mlperf.published_logs import MLPerfRun
 from dlrm_bench.bench.mlperf.submission.host import describe_host
 from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, RUNS, Package, disagreements, read_run, rules_of
@@ -96,7 +96,8 @@ def build(out: Path, runs: Sequence[GivenRun], system: str | None) -> Built:
     """Creates OUT/ORG from ten runs; ORG is the organisation in their logs, and `system` the name of the machine's
     files.
 
-    ValueError if the runs do not belong together, or if the package already has other logs.
+    ValueError, before anything is written, if the runs do not belong together, if the package already has other logs,
+    or if it would get other source code than that of the runs.
     """
     logs = [run.log for run in runs]
     fatal = [finding.text for finding in disagreements(logs) if finding.fatal]
@@ -107,9 +108,12 @@ def build(out: Path, runs: Sequence[GivenRun], system: str | None) -> Built:
     name = system_id(system or f"{first.platform or 'system'}_{IMPLEMENTATION}")
     rules_of(first.benchmark)
     package = Package(out / system_id(first.org or "unnamed"), name, first.benchmark or "")
+    source = package.implementations / IMPLEMENTATION
+    if not source.exists():
+        _check_source(runs)
     _copy_logs(package, logs)
     described = write_description(package.description, _description(first, record))
-    notes = _copy_source(package.implementations / IMPLEMENTATION, record)
+    notes = _copy_source(source, record)
     write_scripts(package, IMPLEMENTATION, _command(record, first), record)
     return Built(package, described, missing_fields(read_description(package.description)), notes)
 
@@ -131,17 +135,35 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in config.items() if field not in _OF_A_RUN}
 
 
-def _copy_logs(package: Package, logs: Sequence[MLPerfRun]) -> None:
-    contents = [log.path.read_bytes() for log in logs]
-    if present := package.logs():
-        if [path.read_bytes() for path in present] != contents:
+def _check_source(runs: Sequence[GivenRun]) -> None:
+    """Raises ValueError if a record names other program files than those here, which would be packaged."""
+    here = source_hash(ROOT)
+    for run in runs:
+        git = run.record["git"] if run.record else None
+        if git and (made := git.get("source")) and made != here:
+            commit = f"commit {git['commit']}" if git["commit"] else "their commit"
+            changes = ", with its uncommitted changes," if git["dirty"] else ""
             raise ValueError(
-                f"{package.results} has logs of other runs, which are never replaced: choose another OUT or --system"
+                f"{run.log.path.parent} was made by source {made[:12]}, but {here[:12]} is in {ROOT} and would be "
+                f"packaged: check {commit} out{changes} and build there, or where the runs were made"
             )
-        return
+
+
+def _copy_logs(package: Package, logs: Sequence[MLPerfRun]) -> None:
+    """Copies the logs that the package lacks, each in one step: a build that is killed leaves whole ones, which the
+    next build adds to."""
+    contents = dict(zip(RESULT_NAMES, (log.path.read_bytes() for log in logs), strict=True))
+    for path in package.logs():
+        if path.read_bytes() != contents.pop(path.name, None):
+            raise ValueError(
+                f"{package.results} has logs of other runs, which are never replaced ({path.name}): choose another "
+                "OUT or --system"
+            )
     package.results.mkdir(parents=True, exist_ok=True)
-    for name, content in zip(RESULT_NAMES, contents, strict=True):
-        (package.results / name).write_bytes(content)
+    for name, content in contents.items():
+        partial = package.results / f"{name}.partial"
+        partial.write_bytes(content)
+        partial.replace(package.results / name)
 
 
 def _description(run: MLPerfRun, record: RunRecord | None) -> dict[str, Any]:
@@ -176,6 +198,11 @@ def _copy_source(folder: Path, record: RunRecord | None) -> list[str]:
         partial.replace(folder)
     if record is None:
         return [f"these runs have no records, so their source is unknown: check that {folder} is what they ran"]
+    if not record["git"].get("source"):
+        commit = record["git"]["commit"]
+        return [
+            f"the runs' records have no hash of their source (commit {commit}): check that {folder} is what they ran"
+        ]
     if record["git"]["dirty"]:
         return [f"the runs' source differs from commit {record['git']['commit']}: check that {folder} is what they ran"]
     return []

@@ -37,7 +37,8 @@ class Build:
     first_seed: int = 0
     """Seed of the first new run; it grows by one with each run."""
     records: Path | None = None
-    """Folder for the records of new runs; by default OUT-runs. Finished runs in the folder are reused."""
+    """Folder for the records of new runs; by default OUT-runs. Finished runs in the folder are reused if flags, seeds
+    and program are the same, and refused otherwise."""
 
     def run(self, console: Console, forwarded: Sequence[str]) -> int:
         """Builds the package; returns the exit status."""

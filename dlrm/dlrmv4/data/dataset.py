@@ -14,7 +14,7 @@ from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.deal import RankSamples
 from dlrm_bench.dlrm.dlrmv4.data.generate import read_generated
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
-from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
+from dlrm_bench.dlrm.dlrmv4.data.limits import POOLS, Rows
 from dlrm_bench.dlrm.dlrmv4.data.order import Order
 from dlrm_bench.dlrm.dlrmv4.data.packed import Packed
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
@@ -50,6 +50,12 @@ class EventDataset:
             raise ValueError(
                 f"{self._cache.folder} has histories of {self._cache.limits.history} events, and --model.max-history "
                 f"is {model.max_history}: make them equal"
+            )
+        if POOLS * self._cache.limits.pool > model.max_history:  # attention reads no token beyond the longest history
+            raise ValueError(
+                f"{self._cache.folder} has histories of up to {POOLS * self._cache.limits.pool} events, one of each "
+                f"pool, and --model.max-history is {model.max_history}: make the data again with --history {POOLS} or "
+                "more, and give --model.max-history the same number"
             )
         self._index = WindowIndex.open(self._cache)
         windows = len(self._index) - 1

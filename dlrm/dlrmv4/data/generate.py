@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, complete_caches
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter, Events
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import write_maps
-from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
+from dlrm_bench.dlrm.dlrmv4.data.limits import POOLS, Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.listeners import BINS, DAY, STEP, World, catalogue, fill_users, sizes
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import RawWriter
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
@@ -77,7 +77,8 @@ class GenerateConfig:
     last_day: float = 0.05
     """Length of the last window, in days; 0.05 gives it a thousandth of all samples, as in Yambda."""
     history: int = 4086
-    """Maximum number of events in a history, and of a user's events before the first anchor; scales events per user."""
+    """Maximum number of events in a history, at least one of each of three pools, and of a user's events before the
+    first anchor; scales events per user."""
     zipf: float = 0.92
     """Zipf exponent of the items' popularity, 0 or more and less than 1."""
     repeats: float = 0.75
@@ -93,8 +94,9 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "artists", "albums", "history", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}: choose 1 or more")
+            least = POOLS if name == "history" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} is {getattr(self, name)}: choose {least} or more")
         rows = Rows()
         for name, limit in (
             ("users", rows.uid),

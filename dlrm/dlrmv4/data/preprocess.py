@@ -36,7 +36,7 @@ from dlrm_bench.dlrm.data.npy import COPY_AGAIN
 from dlrm_bench.dlrm.dlrmv4.data.cache import READY, Cache
 from dlrm_bench.dlrm.dlrmv4.data.cache_writer import CacheWriter, Events
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import FOLDER, ItemMaps, map_path
-from dlrm_bench.dlrm.dlrmv4.data.limits import Limits
+from dlrm_bench.dlrm.dlrmv4.data.limits import POOLS, Limits
 from dlrm_bench.dlrm.dlrmv4.data.raw_events import DAY, EVENT_TYPES, RAW_FILE, SESSION_GAP, RawEvents, reading
 from dlrm_bench.dlrm.dlrmv4.data.windows import prepare_windows
 from dlrm_bench.dlrm.runtime.command_line import exit_status
@@ -61,7 +61,8 @@ class PreprocessConfig:
     out: Annotated[Path, tyro.conf.Positional]
     """Directory to write; it may be RAW."""
     history: int = 4086
-    """Maximum number of events in a history, and of a user's events before the first anchor."""
+    """Maximum number of events in a history, at least one of each of three pools, and of a user's events before the
+    first anchor."""
     train_days: int = 300
     """Days of training."""
     gap_minutes: int = 30
@@ -72,9 +73,9 @@ class PreprocessConfig:
     """Number of events read at a time; those of one user are read together."""
 
     def __post_init__(self) -> None:
-        for name in ("history", "train_days", "chunk_events"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: choose 1 or more")
+        for name, least in (("history", POOLS), ("train_days", 1), ("chunk_events", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: choose {least} or more")
         if min(self.gap_minutes, self.test_days) < 0:
             raise ValueError(f"--gap-minutes {self.gap_minutes} --test-days {self.test_days}: choose 0 or more")
 

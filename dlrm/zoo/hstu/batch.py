@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -83,8 +84,7 @@ def random_batches(
         lengths = of_ranks[rank]
         events = int(lengths.sum())
         if padded:
-            most = max(int(of_rank.sum()) for of_rank in of_ranks)
-            room = next(room for room in capacities(config, batch_size) if room >= most) - events
+            room = _capacity(config, batch_size, of_ranks) - events
         candidates = batch_size * config.candidates
         keys, values, sizes = [], [], []
         for kind, tables, count, of_kind, more in (
@@ -102,6 +102,22 @@ def random_batches(
         labels = (item % 2 == torch.rand(candidates, generator=generator).lt(0.1)).float()
         features = KeyedJaggedTensor(keys, torch.cat(values), lengths=torch.cat(sizes))
         yield HstuBatch(features, actions, labels, lengths)
+
+
+def most_events(config: HstuConfig, batch_size: int, seed: int, ranks: int, padded: bool, batches: int) -> int:
+    """Returns the largest number of events, padding included, that all ranks together have in one of the first
+    `batches` batches of random_batches."""
+    lengths_of = (_lengths(config, batch_size, seed, rank) for rank in range(ranks))
+    return max(
+        ranks * _capacity(config, batch_size, of_ranks) if padded else sum(int(of_rank.sum()) for of_rank in of_ranks)
+        for of_ranks in islice(zip(*lengths_of, strict=True), batches)
+    )
+
+
+def _capacity(config: HstuConfig, batch_size: int, of_ranks: tuple[Tensor, ...]) -> int:
+    """Returns the number of events of a padded batch, from the lengths of every rank's histories."""
+    most = max(int(of_rank.sum()) for of_rank in of_ranks)
+    return next(capacity for capacity in capacities(config, batch_size) if capacity >= most)
 
 
 def _lengths(config: HstuConfig, batch_size: int, seed: int, rank: int) -> Iterator[Tensor]:

@@ -95,6 +95,7 @@ class HstuConfig:
             columns=self.width,
             hot=(self.mean_history + self.candidates,) * len(events) + (1,) * len(users),
             scale=self.table_scale,
+            whole=True,
         )
 
     def of_user(self) -> list[Table]:
@@ -115,7 +116,7 @@ class HstuData(RandomData):
 
     padded: bool = False
     """Pad the events of a batch to one of a few numbers, the same on all ranks, for graphs and a trimmed input dist.
-    Padding does not change the training."""
+    The samples stay the same; losses differ by rounding, as sums over all tokens are then in another order."""
 
 
 EVENT_SHARES = (0.032, 0.0044, 0.0115)

@@ -18,6 +18,7 @@ from dlrm_bench.bench.doctor.parts import Parts
 from dlrm_bench.bench.doctor.remedies import REMEDIES, WHOLE_ITERATION, predict
 from dlrm_bench.bench.doctor.text import comparison_lines, finding_lines, prediction_lines
 from tests.bench.doctor.made import frame
+from tests.bench.records.full_disk import fails_after
 
 
 def finding(
@@ -184,6 +185,15 @@ def test_a_written_diagnosis_reads_the_same(tmp_path):
     path = tmp_path / "new" / "d.json"
     write_diagnosis(diagnosis(2.0, finding()), path)
     assert read_diagnosis(path) == diagnosis(2.0, finding())
+
+
+def test_a_disk_that_is_full_leaves_the_diagnosis_before(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    write_diagnosis(diagnosis(2.0), path)
+    with fails_after(100):
+        write_diagnosis(diagnosis(3.0), path)
+    assert read_diagnosis(path) == diagnosis(2.0)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("content", ["[]", json.dumps({"schema": 7, "findings": []}), "{", json.dumps({"schema": 1})])

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from dlrm_bench.bench.cli import main
 from dlrm_bench.bench.history import bisect_command as module
+from dlrm_bench.bench.history.arguments import BisectCommand
 from tests.bench.made_records import configured, write
+from tests.bench.records.full_disk import fails_after
 
 FLAGS = ["--", "--preset", "smoke"]
 
@@ -103,6 +106,15 @@ def test_an_interrupted_bisection_goes_on_and_runs_half_a_pair_again(
     plan.write_text(plan.read_text().replace("boot ", "another boot "))
     assert main(["bisect", "--resume", str(folder)]) == 2
     assert "start a new bisection here" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_leaves_no_half_of_a_plan(tmp_path: Path, commits: list[str], ran: list[str]) -> None:
+    asked = BisectCommand(good=commits[0], bad=commits[5], nproc=2, results_dir=tmp_path / "results")
+    with fails_after(60):
+        module.bisect_command(Console(quiet=True), FLAGS[1:], asked)
+    (folder,) = (tmp_path / "results").iterdir()
+    assert list(folder.iterdir()) == []
+    assert ran == []
 
 
 def test_a_folder_has_one_bisection_at_a_time(

@@ -16,8 +16,11 @@ RUNGS = (Rung("a", ("--precision", "fp32"), "Nothing."), Rung("b", ("--precision
 SPEED = {"a": 1.0, "b": 0.5, "c": 0.5}
 
 
-def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_profiles: str = "") -> list[str]:
-    """Instead of real runs: records of recorded runs, and of profiled ones; the list of ids of what ran, in order."""
+def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_profiles: str = "", **known: Any) -> list[str]:
+    """Instead of real runs: records of recorded runs, and of profiled ones; the list of ids of what ran, in order.
+
+    known: values of the timed records.
+    """
     runs = iter(recorded_runs())
     ended: list[str] = []
 
@@ -33,7 +36,7 @@ def pretend_runs(monkeypatch: pytest.MonkeyPatch, failing_profiles: str = "") ->
             return
         assert flags[:2] == ["--seed", "3"]
         assert processes == 2
-        write(folder / run_id, next(runs) * SPEED[run_id[-1]], minute=len(ended))
+        write(folder / run_id, next(runs) * SPEED[run_id[-1]], minute=len(ended), **known)
         ended.append(run_id)
 
     monkeypatch.setattr(module, "run_forked", pretend)

@@ -2,6 +2,8 @@
 
 import re
 import resource
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlrm_bench.bench import ROOT
+from dlrm_bench.bench.ladder import launching
 from dlrm_bench.bench.ladder import run_ladder as module
 from dlrm_bench.bench.ladder.analysis import ladder_host_table, ladder_table
 from dlrm_bench.bench.ladder.run_ladder import plan_to_resume, run_ladder
 from dlrm_bench.bench.ladder.verdict import verdict
+from dlrm_bench.bench.machine.source import git_state
 from dlrm_bench.bench.records.ladder import Ladder, read_ladder, read_plan
 from dlrm_bench.dlrm.runtime.command_line import FailedError
 from tests.bench.ladder.made_ladders import SPEED, make, plan, pretend_runs
@@ -24,6 +29,98 @@ def cells(ladder: Ladder, columns: slice) -> list[tuple[str, ...]]:
     table = ladder_host_table(ladder)
     assert table is not None
     return [tuple(map(str, row))[columns] for row in zip(*(column.cells for column in table.columns), strict=True)]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of a program that ladders take for this one; the ladder is in tmp_path / "ladder"."""
+    file = tmp_path / "program" / "bench" / "clock.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("old")
+    (tmp_path / "ladder").mkdir()
+    monkeypatch.setattr(module, "ROOT", tmp_path / "program")
+    return file
+
+
+def replace_forks(monkeypatch: pytest.MonkeyPatch, program: Path, run: Callable[[str], None]) -> None:
+    """Replaces what run_forked starts by run(id of the run), and its server by one that the first run starts."""
+    monkeypatch.setattr(launching, "ROOT", program.parents[1])
+    monkeypatch.setattr(launching.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(launching, "_await_server", lambda: None)
+    monkeypatch.setattr(launching, "elastic_launch", lambda *_: lambda launcher, flags, output: run(flags[-1]))
+    monkeypatch.setattr(launching, "_source_of_server", cache(launching._source_of_server.__wrapped__))
+
+
+def test_no_run_follows_a_change_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Path) -> None:
+    """It would run the old program, and be recorded as a run of the new one."""
+    ladder, ran = tmp_path / "ladder", list[str]()
+
+    def run(run_id: str) -> None:
+        ran.append(run_id)
+        write(ladder / run_id, recorded_runs()[len(ran)], minute=len(ran), git=git_state(program.parents[1]))
+        if len(ran) == 4:
+            program.write_text("new")
+
+    replace_forks(monkeypatch, program, run)
+    with pytest.raises(ValueError, match=r"program files in .*program have changed since this command started") as why:
+        make(ladder)
+    assert len(ran) == 4
+    assert why.value.__notes__[0].startswith(f"finished runs, kept in {ladder}: {', '.join(ran)}; resume with")
+    with pytest.raises(ValueError, match="was started from other source code"):
+        plan_to_resume(ladder)
+    program.write_text("old")
+    assert len(list(run_ladder(plan_to_resume(ladder), ladder))) == len(ran) == 12
+    assert len(set(ran)) == 12
+
+
+def test_a_change_of_the_program_before_the_profiled_runs_is_named_in_their_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Path
+) -> None:
+    ladder = tmp_path / "ladder"
+
+    def run(run_id: str) -> None:
+        write(ladder / run_id, recorded_runs()[0], git=git_state(program.parents[1]))
+        if len(list(ladder.glob("*/run.json"))) == 3:
+            program.write_text("new")
+
+    replace_forks(monkeypatch, program, run)
+    make(ladder, rounds=1, host=True)
+    assert [rung["host"] for rung in read_ladder(ladder)[0]["rungs"]] == [None] * 3
+    assert "have changed since this command started" in (ladder / "host-b.log").read_text()
+
+
+def test_runs_of_other_programs_are_no_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Path) -> None:
+    """A command of --launch starts what is there."""
+    ladder, ran = tmp_path / "ladder", list[str]()
+
+    def run_by(command: list[str], flags: list[str], output: Path) -> None:
+        ran.append(flags[-1])
+        if len(ran) == 3:
+            program.write_text("new")
+        write(ladder / flags[-1], recorded_runs()[0], git=git_state(program.parents[1]))
+
+    monkeypatch.setattr(module, "run_by", run_by)
+    with pytest.raises(ValueError, match="was made by other program files than this ladder") as why:
+        list(run_ladder(plan(2, launch=["train.sbatch"]), ladder))
+    assert str(why.value).startswith(str(ladder / ran[2]))
+    assert ran[1] in why.value.__notes__[0]
+    assert ran[2] not in why.value.__notes__[0]
+    program.write_text("old")
+    with pytest.raises(ValueError, match=f"move {ran[2]} out of .* and resume"):
+        list(run_ladder(plan_to_resume(ladder), ladder))
+    assert len(ran) == 3
+    (ladder / ran[2]).rename(tmp_path / "other")
+    assert len(list(run_ladder(plan_to_resume(ladder), ladder))) == 6
+    assert ran[3] == ran[2]
+
+
+def test_a_commit_of_texts_alone_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path, spread=0.01, fails_at=1)
+    begun = plan()
+    begun["source"] |= {"commit": "0123abc", "dirty": False}
+    with pytest.raises(FailedError):
+        list(run_ladder(begun, tmp_path))
+    assert plan_to_resume(tmp_path) == begun
 
 
 def test_every_round_runs_every_rung_once_and_every_second_one_backwards(made: Path) -> None:
@@ -42,7 +139,7 @@ def test_a_command_starts_the_runs_in_place_of_ranks_here(tmp_path: Path, monkey
     def pretend(command: list[str], flags: list[str], output: Path) -> None:
         begun.append((*command, output.name))
         assert flags[-4:-1] == ["--results-dir", str(tmp_path), "--run-id"]
-        write(tmp_path / flags[-1], next(runs), minute=len(begun))
+        write(tmp_path / flags[-1], next(runs), minute=len(begun), git=git_state(ROOT))
 
     monkeypatch.setattr(module, "run_by", pretend)
     ended = list(run_ladder(plan(2, launch=["train.sbatch", "here"]), tmp_path))
@@ -134,7 +231,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, spread: float, fails_
             (folder / run_id).mkdir()
             raise FailedError("the node went down")
         level = SPEED[run_id[-1]] * np.exp(random.normal(0, spread))
-        write(folder / run_id, level * random.gamma(1e4, 1e-4, 60), minute=len(ran))
+        write(folder / run_id, level * random.gamma(1e4, 1e-4, 60), minute=len(ran), git=git_state(ROOT))
 
     monkeypatch.setattr(module, "run_forked", run)
     return ran
@@ -260,7 +357,7 @@ def test_a_ladder_without_all_its_profiled_runs_makes_these_alone(
 def test_a_full_disk_at_the_end_of_a_ladder_leaves_one_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_runs(monkeypatch)
+    pretend_runs(monkeypatch, git=git_state(ROOT))
     running = run_ladder(plan(), tmp_path)
     done = [next(running) for _ in range(12)]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

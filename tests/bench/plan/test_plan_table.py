@@ -1,20 +1,25 @@
-"""The printed plan names every table once and adds up to the model's size."""
+"""The printed plan names every table once and adds up to the model's size; whole tables are TorchRec's."""
 
 import copy
 import re
 from dataclasses import replace
 
 import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
 from dlrm_bench.bench import ROOT
 from dlrm_bench.bench.plan.plan_table import measured_costs, print_plan, topology_of
 from dlrm_bench.bench.presets import preset
 from dlrm_bench.bench.records.limits import read_limits
+from dlrm_bench.dlrm.benchmarks import BENCHMARKS, named
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.gpu_types import H200
+from dlrm_bench.dlrm.runtime.ranks import Ranks
 from dlrm_bench.dlrm.runtime.topology import Topology
 from dlrm_bench.dlrm.tables.plan.planner import make_plan
 from dlrm_bench.pipeline.static.options import StaticOptions
+from dlrm_bench.pipeline.torchrec.sharding import Sharders, _plan_of_all
 from tests.pipelines import changed
 
 
@@ -198,3 +203,41 @@ def test_constraints_are_obeyed_and_shown(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(r"cat_20(?!\[)", text)
     with pytest.raises(ValueError, match="--constraints: --print-plan shows the static pipeline's plan"):
         print_plan(changed(preset("launch-bound"), "torchrec", constraints=("0=table-wise",)), Topology.one_node(2))
+
+
+NOT_STATIC = tuple(name for of in BENCHMARKS for name in of.presets if "static" not in of.pipelines)
+
+
+@pytest.mark.parametrize("name", NOT_STATIC)
+def test_whole_tables_are_printed_where_the_pipelines_put_them(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    config, world_size = preset(name), 4
+    print_plan(config, Topology.of(world_size, 8))
+    text = capsys.readouterr().out
+    assert f"{name} with --pipeline torchrec or five-stage on 4 rank(s)" in " ".join(text.split())
+    assert "us" not in text.split(), "nothing is predicted"
+    printed_rows = re.findall(r"^ +(\d) +(.+?) +([\d.e-]+) +([\d.e-]+) *$", text, re.MULTILINE)
+    assert [int(rank) for rank, *_ in printed_rows] == list(range(world_size))
+    ranks = Ranks(rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, device=torch.device("cpu"))
+    model = named(config.benchmark).parts().torchrec_model(config, ranks)
+    collections = {
+        path: part
+        for path, part in model.module.named_modules()
+        if isinstance(part, EmbeddingBagCollection | EmbeddingCollection)
+    }
+    plan = _plan_of_all(collections, config.model.tables, Sharders.of_torchrec(None, False), ranks, model.by_rows).plan
+    owners = {table.removeprefix("t_"): of.ranks for part in plan.values() for table, of in part.items()}
+    assert {name: [int(rank)] for rank, names, *_ in printed_rows for name in names.split()} == owners
+    total = sum(float(weights) for *_, weights, _ in printed_rows)
+    assert total == pytest.approx(config.model.tables.bytes / 1e9, rel=0.01)
+
+
+def test_whole_tables_that_do_not_fit_or_are_constrained_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config, small = preset("hstu-small"), replace(H200.costs, memory_bytes=24_000_000_000)
+    with pytest.raises(ValueError, match=r"rank 2 holds event_2, user_1, user_5, .* need 26\.6 GB .* has 22\.8 GB"):
+        print_plan(config, Topology.one_node(4), small)
+    print_plan(config, topology_of(16, None, None))
+    assert "presort" not in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match=r"--constraints: this model's tables are assigned round-robin.*; leave it out"
+    ):
+        print_plan(changed(config, constraints=("0=table-wise",)), Topology.one_node(4))

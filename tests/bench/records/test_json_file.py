@@ -7,7 +7,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from dlrm_bench.bench.records.json_file import check_form, json_text, read_json
+from dlrm_bench.bench.records.json_file import check_form, json_text, read_json, write_whole
+from tests.bench.records.full_disk import fails_after
 
 
 class Outer(TypedDict):
@@ -98,3 +99,19 @@ def test_text_fills_its_lines_below_the_outermost_object() -> None:
 def test_text_refuses_numbers_that_json_cannot_hold(value: object) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         json_text(value)
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("before")
+    with fails_after(100):
+        write_whole(tmp_path / "x.json", "after" * 100)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.json": "before"}
+
+
+def test_a_link_and_the_access_of_its_file_stay(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(mode=0o600)
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", "after")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "after\n"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

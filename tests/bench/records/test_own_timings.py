@@ -118,3 +118,19 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="machine has no speed"):
         write_timings(tmp_path / "x", np.ones(3), name="x", samples=1, machine={"speed": 1})
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("losses", [np.ones(2), np.ones((1, 3)), np.float32(1)])
+def test_losses_of_other_iterations_are_named_and_leave_no_folder(tmp_path: Path, losses: np.ndarray) -> None:
+    with pytest.raises(
+        ValueError, match=r"^losses are \[.*\] of 3 iterations: give a loss for each, or leave them out"
+    ):
+        write_timings(tmp_path / "x", np.ones(3), name="x", samples=1, losses=losses)
+    assert not (tmp_path / "x").exists()
+    write_timings(tmp_path / "x", np.ones(3), name="x", samples=1, losses=np.ones(3))
+
+
+def test_what_no_record_can_hold_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"machine\.gpus is '2', expected int"):
+        write_timings(tmp_path / "x", np.ones(3), name="x", samples=1, machine={"gpus": "2"})
+    assert not (tmp_path / "x").exists()

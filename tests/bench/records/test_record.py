@@ -23,11 +23,13 @@ from dlrm_bench.bench.records.record import (
     read_record,
     reserve_room,
     summarize_latency,
+    write_iterations,
     write_record,
 )
 from dlrm_bench.bench.records.schema import RECORD_SCHEMA, Git, RunRecord
 from dlrm_bench.dlrm.benchmarks import PRESETS
 from tests.bench.made_records import PROVENANCE, trained
+from tests.bench.records.full_disk import fails_after
 
 NOW = datetime(2026, 11, 21, 0, 45, 12, tzinfo=UTC)
 MACHINE = describe_machine()
@@ -89,6 +91,13 @@ def test_samples_a_second_of_an_older_record_are_by_the_clock(written: Path) -> 
     assert again["samples_per_second"] == whole["samples_per_second"]
     assert again["samples_per_second"] == pytest.approx(samples / latency["by_clock"] * 1000)
     assert latency["by_clock"] < latency["mean"]
+
+
+def test_raw_times_are_written_whole_or_stay_as_they_were(written: Path) -> None:
+    with fails_after(1000):
+        write_iterations(written, latencies(1, 4000), np.zeros(4000))
+    assert sorted(file.name for file in written.iterdir()) == [ITERATIONS_NPZ, RUN_JSON]
+    np.testing.assert_array_equal(read_record(written).iterations_ms, latencies())
 
 
 def test_run_json_reads_top_down(written: Path) -> None:

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dlrm_bench.bench.cli import main
+from dlrm_bench.bench.report.arguments import Tables
 from dlrm_bench.bench.report.markdown import markdown_files, rendered
 from tests.bench.made_records import recorded_runs, write
+from tests.bench.records.full_disk import fails_after
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = [ROOT / "README.md", ROOT / "results"]
@@ -52,6 +55,16 @@ def test_check_names_the_file_and_writes_nothing(tmp_path: Path, capsys: pytest.
     assert main(["tables", str(tmp_path)]) == 0
     assert "| one | 1 |" in path.read_text()
     assert main(["tables", str(tmp_path), "--check"]) == 0
+
+
+def test_a_disk_that_is_full_leaves_the_text_as_it_was(tmp_path: Path) -> None:
+    write(tmp_path / "one", RUNS[0])
+    path = page(tmp_path, "latencies", "what | path", "one | one", body="| typed by hand |\n")
+    before = path.read_text()
+    with fails_after(60):
+        Tables(files=(path,)).run(Console(quiet=True), [])
+    assert path.read_text() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["README.md", "one"]
 
 
 def test_files_of_a_folder_are_its_readme_and_those_below(tmp_path: Path) -> None:

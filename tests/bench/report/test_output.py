@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_bench.bench.report.output import MANIFEST, check_output, write_files
+from tests.bench.records.full_disk import fails_after
 
 
 def test_an_earlier_report_is_replaced(tmp_path: Path) -> None:
@@ -49,6 +50,15 @@ def test_a_report_that_was_cut_short_is_replaced(tmp_path: Path, monkeypatch: py
         write_files(tmp_path, {"a.png": b"2", "b.png": b"2", "index.html": b"2"})
     monkeypatch.undo()
     assert write_files(tmp_path, {"a.png": b"3", "index.html": b"3"}) == []
+
+
+def test_a_disk_that_is_full_leaves_the_manifest_of_the_report_before(tmp_path: Path) -> None:
+    write_files(tmp_path, {"index.html": b"1"})
+    before = (tmp_path / MANIFEST).read_text()
+    with fails_after(60):
+        write_files(tmp_path, {"index.html": b"2", "new.png": b"2"})
+    assert (tmp_path / MANIFEST).read_text() == before
+    assert write_files(tmp_path, {"index.html": b"3"}) == []
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"files": 1}', '{"files": ["../run.json"]}'])

@@ -14,12 +14,15 @@ from torch.utils._pytree import tree_leaves
 from dlrm_bench.dlrm.dcnv2.config import ModelConfig, OptimizerConfig
 from dlrm_bench.dlrm.dcnv2.presets import MLPERF_MODEL
 from dlrm_bench.dlrm.runtime.ranks import Ranks
+from dlrm_bench.dlrm.tables import table_memory
 from dlrm_bench.dlrm.tables.dynamic import id_map
 from dlrm_bench.dlrm.tables.dynamic.dynamic_rows import DynamicRows
 from dlrm_bench.dlrm.tables.dynamic.memory import RowPlaces, bytes_of
 from dlrm_bench.dlrm.tables.row_numbers import RawIds
 from dlrm_bench.dlrm.tables.table_memory import HEADROOM, check_places_fit, check_tables_fit, device_memory_bytes
 from dlrm_bench.dlrm.tables.tables import Tables
+from dlrm_bench.dlrm.zoo.config import ZooOptimizer
+from dlrm_bench.dlrm.zoo.hstu.config import SMALL
 from dlrm_bench.kernels.embedding.id_map import Keys
 
 CPU = torch.device("cpu")
@@ -77,6 +80,56 @@ def test_ranks_pool_their_memory_and_answer_alike(run_ranks):
     assert (fits, refused) == other
     assert fits == "fits"
     assert "the 2 rank(s) have 198.6 GB" in refused
+
+
+WHOLE = Tables(names=tuple("abcde"), rows=(10, 500_000, 10, 10, 400_000), columns=512, hot=(1,) * 5, whole=True)
+"""Of five tables, two have all the bytes, with ROWWISE 1.03 and 0.82 GB; on four ranks, they are on ranks 1 and 0."""
+ROWWISE = ZooOptimizer(embedding="rowwise_adagrad").tables
+
+
+def ask_of_gpus(ranks: Ranks, tables: Tables, available: list[int], own: bool) -> str:
+    """What check_tables_fit says. own: each rank has memory of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table_memory, "own_memory", lambda device: own)
+        try:
+            check_tables_fit(tables, ROWWISE, available[ranks.rank], ranks.device)
+        except ValueError as error:
+            return str(error)
+    return "fits"
+
+
+def four_questions(ranks: Ranks) -> list[str]:
+    enough, short = [int(2e9), int(2e9)], [int(1e9), int(5e9)]
+    in_turn = replace(WHOLE, rows=WHOLE.rows[::-1])  # both large tables on rank 0 or on rank 1
+    return [
+        ask_of_gpus(ranks, WHOLE, enough, own=True),
+        ask_of_gpus(ranks, WHOLE, short, own=True),
+        ask_of_gpus(ranks, WHOLE, short, own=False),
+        ask_of_gpus(ranks, replace(in_turn, whole=False), short, own=True),
+    ]
+
+
+def test_whole_tables_must_fit_on_their_own_rank(run_ranks):
+    """The rank with the least memory counts, on every rank; host memory is shared."""
+    answers, others = run_ranks(2, four_questions)
+    assert answers == others
+    fits, refused, shared, split = answers
+    assert (fits, shared, split) == ("fits",) * 3
+    assert "of 2 rank(s), rank 1 holds b, d, each of them whole, which need 1.0 GB" in refused
+    assert "but a rank has 0.9 GB; shrink the tables with --model.table-scale 0.88" in refused
+
+
+def test_more_ranks_are_advised_where_they_help():
+    """hstu-small on GPUs of 24 GB, whose ranks hold 11.8 to 26.6 GB; its largest table alone has 25.9."""
+    table_memory.refuse_tables(SMALL.tables, ROWWISE, 4 * int(24e9), 4)
+    held = [sum(both) / 1e9 for both in table_memory.whole_table_bytes(SMALL.tables, ROWWISE, 4)]
+    assert held == pytest.approx([11.9, 1.64, 26.6, 21.5], abs=0.1)
+    with pytest.raises(ValueError, match=r"rank 2 .* need 26\.6 GB .* has 22\.8 GB; shrink the tables with") as raised:
+        table_memory.refuse_whole_tables(SMALL.tables, ROWWISE, int(24e9), 4)
+    scale = float(re.findall(r"--model\.table-scale (\S+)$", str(raised.value))[0])
+    table_memory.refuse_whole_tables(replace(SMALL, table_scale=scale).tables, ROWWISE, int(24e9), 4)
+    with pytest.raises(ValueError, match=r"rank 0 .* has 28\.5 GB; use more GPUs or shrink"):
+        table_memory.refuse_whole_tables(SMALL.tables, ROWWISE, int(30e9), 2)
 
 
 def share_of_the_host(local_world_size: int) -> int:

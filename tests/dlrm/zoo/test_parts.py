@@ -141,7 +141,7 @@ def test_a_batch_takes_the_memory_that_is_counted(name: str) -> None:
 
 def test_random_labels_have_no_evaluation() -> None:
     config = small("zoo-dlrm")
-    with pytest.raises(ValueError, match=r"--target-auc: random labels cannot be learned: leave it out$"):
+    with pytest.raises(ValueError, match=r"--target-auc: random data have no evaluation samples: leave it out$"):
         replace(config, target_auc=0.8)
     with pytest.raises(ValueError, match="--target-auc"):
         named(config.benchmark).parts().open_data(config).eval_batches(0, 1, 4)

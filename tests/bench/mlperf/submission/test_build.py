@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlrm_bench.bench import ROOT
-from dlrm_bench.bench.machine.source import PROGRAM, source_hash
+from dlrm_bench.bench.machine.source import PROGRAM, git_state, source_hash
 from dlrm_bench.bench.mlperf.submission import build as module
 from dlrm_bench.bench.mlperf.submission.build import build, read_given
 from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, arrangement
@@ -36,7 +36,7 @@ def records(tmp_path: Path) -> Path:
     """Ten records with logs."""
     folder = tmp_path / "runs"
     for run in range(10):
-        record = write(folder / f"run-{run}", RUNS[run], minute=run)
+        record = write(folder / f"run-{run}", RUNS[run], minute=run, git=git_state(ROOT))
         write_log(record / "result_0.txt", seed=run, start_ms=BEGIN_MS + 10_000 * run)
     return folder
 
@@ -111,6 +111,56 @@ def test_what_is_there_is_kept(tmp_path: Path, records: Path) -> None:
     write_log(package.results / "result_0.txt", seed=77)
     with pytest.raises(ValueError, match=r"has logs of other runs, which are never replaced"):
         build(tmp_path / "out", given, "fast")
+
+
+def test_other_source_than_that_of_the_runs_is_not_packaged(tmp_path: Path, records: Path) -> None:
+    for run in records.iterdir():
+        edit_record(run, {"git": {"commit": "0123abc", "dirty": False, "source": "456def"}})
+    with pytest.raises(ValueError, match=r"run-0 was made by .* check commit 0123abc out and build there"):
+        build(tmp_path / "out", read_given([records]), "fast")
+    assert not (tmp_path / "out").exists()
+    for run in records.iterdir():
+        edit_record(run, {"git": {"dirty": True, "commit": None}})
+    with pytest.raises(ValueError, match=r"check their commit out, with its uncommitted changes, and build"):
+        build(tmp_path / "out", read_given([records]), "fast")
+
+
+def test_a_package_that_has_its_source_takes_no_other(
+    tmp_path: Path, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = read_given([records])
+    source = build(tmp_path / "out", given, "fast").package.implementations / "dlrm-bench" / "launch" / "dlrm.py"
+    was = source.read_bytes()
+    monkeypatch.setattr(module, "source_hash", lambda root: "of a later commit")
+    build(tmp_path / "out", given, "fast")
+    assert source.read_bytes() == was
+
+
+def test_runs_without_a_hash_of_their_source_are_noted(tmp_path: Path, records: Path) -> None:
+    for run in records.iterdir():
+        edit_record(run, {"git": {"source": None, "commit": "0123abc", "dirty": False}})
+    (note,) = build(tmp_path / "out", read_given([records]), "fast").notes
+    assert "have no hash of their source (commit 0123abc)" in note
+
+
+def test_logs_of_a_build_that_was_killed_are_completed(
+    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, write_bytes = read_given([logs]), Path.write_bytes
+
+    def killed(path: Path, content: bytes) -> int:
+        if not path.name.startswith("result_3"):
+            return write_bytes(path, content)
+        write_bytes(path, content[:100])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path / "out", given, "fast")
+    package = build(tmp_path / "out", given, "fast").package
+    assert [path.read_bytes() for path in package.logs()] == [run.log.path.read_bytes() for run in given]
+    assert sorted(path.name for path in package.results.iterdir()) == sorted(RESULT_NAMES)
 
 
 def test_runs_that_do_not_belong_together(tmp_path: Path, records: Path) -> None:

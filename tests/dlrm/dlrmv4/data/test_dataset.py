@@ -17,11 +17,12 @@ from dlrm_bench.dlrm.dlrmv4.data.cache import Cache, find_cache
 from dlrm_bench.dlrm.dlrmv4.data.dataset import EventDataset
 from dlrm_bench.dlrm.dlrmv4.data.generate import generate, read_generated, smoke_config
 from dlrm_bench.dlrm.dlrmv4.data.item_maps import ItemMaps
-from dlrm_bench.dlrm.dlrmv4.data.limits import Rows
+from dlrm_bench.dlrm.dlrmv4.data.limits import Limits, Rows
 from dlrm_bench.dlrm.dlrmv4.data.packed import LABEL, Packed
 from dlrm_bench.dlrm.dlrmv4.data.windows import WindowIndex
 from dlrm_bench.dlrm.dlrmv4.parts import batch_bytes, data_content, empty_batch, open_data
 from dlrm_bench.dlrm.dlrmv4.presets import training
+from tests.dlrm.dlrmv4.data.made import random_cache
 
 SMOKE = training("smoke-dlrmv4")
 WORLD, BATCH = 2, 16
@@ -167,6 +168,15 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
             opened(folder)
     with pytest.raises(ValueError, match="none of 4 windows has the 2 \\* 100000 samples"):
         opened(folder).train_batches(0, WORLD, 100_000)
+
+
+@pytest.mark.parametrize("history", [1, 2])
+def test_histories_that_exceed_the_longest_are_refused(tmp_path: Path, history: int) -> None:
+    """Of three pools of one event each; attention would leave a candidate's row as it finds it."""
+    limits = Limits(history=history, min_history=history, window_seconds=20_000)
+    random_cache(tmp_path / "processed_5b", limits, users=20, events=30)
+    with pytest.raises(ValueError, match=rf"up to 3 events, .* --model\.max-history is {history}: .* --history 3 or"):
+        EventDataset(replace(SMOKE.data, path=tmp_path), replace(SMOKE.model, max_history=history))
 
 
 def test_parts(folder: Path) -> None:

@@ -284,6 +284,12 @@ def test_the_least_that_can_be_made(tmp_path):
     assert (found.windows, found.eval_anchors) == (2, 1)
 
 
+@pytest.mark.parametrize("history", [1, 2])
+def test_a_history_has_an_event_of_each_pool(tmp_path, history):
+    with pytest.raises(ValueError, match=f"--history is {history}: choose 3 or more"):
+        GenerateConfig(out=tmp_path, history=history)
+
+
 def test_limits_scale_with_the_history(tmp_path):
     assert GenerateConfig(out=tmp_path).limits == Limits()
     assert smoke_config(tmp_path).limits == Limits(history=63, min_history=63, scan=309)

@@ -201,7 +201,7 @@ def test_a_disk_that_is_full_is_named_as_out(raw, tmp_path, monkeypatch):
     assert_the_references(config.out)
 
 
-@pytest.mark.parametrize("wrong", [{"history": 0}, {"test_days": -1}, {"chunk_events": 0}])
+@pytest.mark.parametrize("wrong", [{"history": 2}, {"test_days": -1}, {"chunk_events": 0}])
 def test_configurations_are_checked(tmp_path, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong)).replace("_", "-")):
         PreprocessConfig(raw=tmp_path, out=tmp_path, **wrong)
