@@ -28,6 +28,9 @@ _SAMPLES = 500
 """Samples aimed at in a window."""
 _PERIODS_S = 0.25e-3, 10e-3
 """Shortest and longest period."""
+_WAIT_S = 1.0
+"""Longest time that the loop waits for a sample that the helper has begun. It ends where the helper never will: in a
+process that was forked meanwhile, or where a finalizer that the helper runs waits for a lock of the loop's."""
 _END = b"\0"
 """The byte that ends the helper: no signal has the number 0."""
 _BYTES = 4096
@@ -56,12 +59,16 @@ class Sampler:
         """The pipe through which the signal wakes the helper; None without the signal."""
         self._end = False
         self._taking = threading.Lock()
+        self._handling = False
+        """Whether the loop's thread is in the signal's handler."""
         self._samples: list[tuple[float, int, float, float, float]] = []
         self._settled = 0
         """Number of samples that have their waits for a core."""
         self._stacks = SeenStacks()
         self._own_s = 0.0
         self._began = self._before = self._cpu_before = 0.0
+        self._started = 0.0
+        """When start() ended: the first sample stands for no time before it, such as the thread's start."""
         self._ticks = 0
         self._restore = 0.0
 
@@ -84,11 +91,12 @@ class Sampler:
             _set_handler(signal.SIGALRM, self._on_signal)
             signal.siginterrupt(signal.SIGALRM, False)  # calls of libraries go on where it comes
             signal.setitimer(signal.ITIMER_REAL, self._period_s, self._period_s)
-            return
-        self._restore = sys.getswitchinterval()
-        sys.setswitchinterval(min(_SWITCH_S, self._restore))
-        self._thread = threading.Thread(target=self._sample, name="doctor-sampler", daemon=True)
-        self._thread.start()
+        else:
+            self._restore = sys.getswitchinterval()
+            sys.setswitchinterval(min(_SWITCH_S, self._restore))
+            self._thread = threading.Thread(target=self._sample, name="doctor-sampler", daemon=True)
+            self._thread.start()
+        self._started = time.perf_counter()
 
     def stop(self) -> Stacks:
         """Returns the samples. Reads the lines of their frames, after the last sample."""
@@ -136,14 +144,22 @@ class Sampler:
         os.close(writes)
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
-        # The next signal may come before a sample is taken, and the helper may be about to take this one.
-        if self._taking.acquire(blocking=False):
+        if self._handling:  # the next signal, before this sample is taken
+            return
+        self._handling = True
+        # The helper may have begun this sample and have no core, or no interpreter lock: if the loop went on, all of
+        # that time would go to a later line.
+        if self._taking.acquire(timeout=_WAIT_S):
             self._take_tick(frame)
             self._settle()
             self._taking.release()
+        self._handling = False
 
     def _sample_at_signals(self) -> None:
         assert self._wakes is not None
+        # Python does not interrupt the loop for a signal that another thread receives: the helper would sample a later
+        # line, where the loop releases the interpreter lock.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
         while _END not in os.read(self._wakes[0], _BYTES):  # a forked worker's signals may come after it
             if self._taking.acquire(blocking=False):
                 self._take_tick(sys._current_frames().get(self._loop))
@@ -168,6 +184,7 @@ class Sampler:
 
     def _take(self, frame: FrameType | None, now: float, stands_for_s: float) -> None:
         cpu = time.clock_gettime(self._clock)
+        stands_for_s = max(0.0, min(stands_for_s, now - self._started))
         number = self._stacks.number(list(walk(frame)))
         running = min(1.0, (cpu - self._cpu_before) / (now - self._before))
         self._samples.append((now * 1e6, number, stands_for_s * 1e6, running * stands_for_s * 1e6, 0.0))

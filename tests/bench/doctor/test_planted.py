@@ -108,12 +108,11 @@ def test_the_planted_line_is_named_first(name, planted):
 
 @pytest.mark.slow
 def test_a_sleep_costs_what_it_takes(planted):
-    """30 ms, of a sampled iteration. A busy machine may hold the sampler back for some milliseconds, whose time goes to
-    another line: 28.6 were found on one."""
+    """30 ms, of a sampled iteration."""
     diagnosis = planted("sleep")
     first, overhead = diagnosis["findings"][0], diagnosis["overhead"]
     sampled_ms = first["ms"] * overhead["sampled_ms"] / diagnosis["iteration_ms"]
-    assert sampled_ms > 0.9 * 30
+    assert sampled_ms > 28.5
     assert first["ms"] <= diagnosis["iteration_ms"] * 1.000001  # all of it, where no sample falls on other lines
     assert first["calls_ms"] is None
 

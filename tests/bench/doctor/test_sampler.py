@@ -1,5 +1,7 @@
 """A loop of known parts is sampled: by the timer's signal, and by a thread where the script has that signal."""
 
+import ctypes
+import operator
 import os
 import signal
 import subprocess
@@ -8,12 +10,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
 
-from dlrm_bench.bench.doctor.rank_file import Stacks
+from dlrm_bench.bench.doctor.rank_file import Sampled, Stacks
 from dlrm_bench.bench.doctor.sampler import Sampler, period_s
+from dlrm_bench.bench.doctor.samples import Samples
+from tests.bench.doctor.made import rank_file
 
 
 def compute(seconds: float) -> None:
@@ -56,8 +63,7 @@ def operators() -> None:
         count()
 
 
-def sampled(monkeypatch, work: Callable[[], None] = loop) -> tuple[bool, Stacks]:
-    monkeypatch.setattr("dlrm_bench.bench.doctor.marks._OWN", "/nowhere")
+def sampled(work: Callable[[], None] = loop) -> tuple[bool, Stacks]:
     sampler = Sampler(0.001)
     sampler.start()
     work()
@@ -75,6 +81,13 @@ def spent_ms(stacks: Stacks, innermost: str) -> tuple[float, float, float]:
     return took, ran, took - ran - coreless
 
 
+def samples_of(stacks: Stacks, starts_us: list[float]) -> Samples:
+    """The samples of iterations with these starts, and the end of the last one."""
+    rank = rank_file([], [])
+    rank["sampled"] = Sampled(iterations=len(starts_us) - 1, ms=rank["plain"]["ms"], starts_us=starts_us, **stacks)
+    return Samples(rank)
+
+
 def assert_parts_are_told(stacks: Stacks) -> None:
     slept, ran_asleep, blocked = spent_ms(stacks, "loop")
     assert slept > 100  # of 120
@@ -85,8 +98,8 @@ def assert_parts_are_told(stacks: Stacks) -> None:
     assert "work()" in named
 
 
-def test_by_the_timers_signal(monkeypatch):
-    by_signal, stacks = sampled(monkeypatch)
+def test_by_the_timers_signal():
+    by_signal, stacks = sampled()
     assert by_signal
     assert_parts_are_told(stacks)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
@@ -104,7 +117,7 @@ def test_operators_have_their_own_lines(monkeypatch, by_signal):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        windows = [sampled(monkeypatch, operators) for _ in range(3)]
+        windows = [sampled(operators) for _ in range(3)]
     finally:
         torch.set_num_threads(threads)
     assert all(found == by_signal for found, _ in windows)
@@ -123,6 +136,77 @@ def operators_have_their_lines(stacks: Stacks) -> bool:
             return False
     counts = [us for at, us in spent.items() if at.startswith("count: ") and ("for i" in at or "n = n" in at)]
     return sum(counts) > 0.05 * spent.total()
+
+
+def test_the_helper_receives_no_signal():
+    """Python does not interrupt the loop for one."""
+    blocked: list[bool] = []
+
+    def read_masks() -> None:
+        (helper,) = (thread for thread in threading.enumerate() if thread.name == "doctor-sampler")
+        for thread in (helper, threading.main_thread()):
+            lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text(encoding="utf-8").splitlines()
+            (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+            blocked.append(bool(mask >> (signal.SIGALRM - 1) & 1))
+
+    assert sampled(read_masks)[0]
+    assert blocked == [True, False]
+
+
+def test_a_helper_without_a_core_moves_no_time_to_the_next_line(monkeypatch):
+    """Late in each sleep the helper keeps the interpreter lock for 8 ms: the loop waits for its sample. The median, as
+    a busy machine may also stall in a sleep or after it."""
+    keep_lock = ctypes.PyDLL(None).usleep
+    began: list[float] = []
+    kept: list[float] = []
+    starts: list[float] = []
+    slept_ms: list[float] = []
+
+    def late() -> dict[int, FrameType]:
+        if began and time.perf_counter() - began[0] > 0.023:
+            kept.append(began.pop())
+            keep_lock(8000)
+        return sys._current_frames()
+
+    def work() -> None:
+        for _ in range(12):
+            began[:] = [time.perf_counter()]
+            starts.append(began[0] * 1e6)
+            time.sleep(0.03)
+            slept_ms.append(time.perf_counter() * 1e3 - starts[-1] / 1e3)
+            began.clear()
+            compute(0.012)
+        starts.append(time.perf_counter() * 1e6)
+
+    monkeypatch.setattr("dlrm_bench.bench.doctor.sampler.sys", SimpleNamespace(_current_frames=late))
+    by_signal, stacks = sampled(work)
+    assert by_signal
+    assert len(kept) > 6
+    samples = samples_of(stacks, starts)
+    sampled_ms = [0.0] * len(slept_ms)
+    for sample in samples.samples:
+        if samples.stacks[sample.stack][0]["text"] == "time.sleep(0.03)":
+            sampled_ms[sample.iteration] += sample.ms
+    assert abs(median(map(operator.sub, sampled_ms, slept_ms))) < 1.5
+
+
+def test_the_first_sample_stands_for_no_time_before_the_iterations(monkeypatch):
+    starts: list[float] = []  # of the first iteration
+    start = threading.Thread.start
+
+    def start_slowly(thread: threading.Thread) -> None:
+        start(thread)
+        time.sleep(0.05)
+
+    def work() -> None:
+        starts.append(time.perf_counter() * 1e6)
+        loop()
+
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    by_signal, stacks = sampled(work)
+    assert by_signal
+    at, _, us, _, _ = next(sample for sample in stacks["samples"] if sample[0] >= starts[0])
+    assert us < at - starts[0] + 10_000  # a busy machine may stall before the first iteration
 
 
 def test_a_wait_for_a_core_is_no_blocking():
@@ -145,23 +229,23 @@ def test_a_wait_for_a_core_is_no_blocking():
     assert coreless > 0.2 * took
 
 
-def test_a_pipe_of_the_scripts_for_signals_stays(monkeypatch):
+def test_a_pipe_of_the_scripts_for_signals_stays():
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes)
     try:
-        assert not sampled(monkeypatch)[0]
+        assert not sampled()[0]
     finally:
         assert signal.set_wakeup_fd(-1) == writes
         os.close(reads)
         os.close(writes)
 
 
-def test_a_script_that_uses_the_signal_keeps_it(monkeypatch):
+def test_a_script_that_uses_the_signal_keeps_it():
     theirs: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, _: theirs.append(number))
     try:
-        by_signal, stacks = sampled(monkeypatch)
+        by_signal, stacks = sampled()
         assert not by_signal
         assert spent_ms(stacks, "loop")[0] > 60  # a busy machine runs the sampling thread late
         signal.raise_signal(signal.SIGALRM)
@@ -170,9 +254,9 @@ def test_a_script_that_uses_the_signal_keeps_it(monkeypatch):
     assert theirs == [signal.SIGALRM]
 
 
-def test_a_loop_that_is_no_main_thread(monkeypatch):
+def test_a_loop_that_is_no_main_thread():
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(sampled(monkeypatch)[0]))
+    thread = threading.Thread(target=lambda: found.append(sampled()[0]))
     thread.start()
     thread.join()
     assert found == [False]
