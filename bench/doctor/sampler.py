@@ -68,7 +68,7 @@ class Sampler:
         self._own_s = 0.0
         self._began = self._before = self._cpu_before = 0.0
         self._started = 0.0
-        """When start() ended: the first sample stands for no time before it, such as the thread's start."""
+        """The time at which start() ended: the first sample stands for none before it, as of a thread that starts."""
         self._ticks = 0
         self._restore = 0.0
 

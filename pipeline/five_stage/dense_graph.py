@@ -87,7 +87,7 @@ class DenseGraph:
         make = partial(dist.new_group, ranks, timeout=group_timeout(), use_local_synchronization=True)
         self.group = group = lend_group("dense", ranks, make)
         self.gradients = FlatGradients([*named.values(), *processors], device, group, late=len(processors))
-        self._runs = DenseRun(model, sharded, list(named), self.gradients, device, group)
+        self._runs = DenseRun(model, list(named), self.gradients, device, group, self._state)
         self._runs.in_iteration = not own_graphs
         self._pool = GraphPool()
         self.memory = GraphMemory(device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from . import reasons
-from .batch_fields import copy_of, snapshot
+from .batch_fields import copy_of
 from .embedding_outputs import EmbeddingOutputs, Lookups
 from .gradients import FlatGradients
 from .groups import of_all_ranks
@@ -61,14 +61,15 @@ class DenseRun:
     def __init__(
         self,
         model: nn.Module,
-        sharded: Sequence[nn.Module],
         names: Sequence[str],
         gradients: FlatGradients,
         device: torch.device,
         group: dist.ProcessGroup,
+        state: Callable[[], Callable[[], None]],
     ) -> None:
-        """names: of the first of the gradients' parameters, those of the dense part. group: of all ranks."""
-        self._model, self._sharded, self._names = model, list(sharded), list(names)
+        """names: of the first of the gradients' parameters, those of the dense part. group: of all ranks. state:
+        returns a function that restores what a run of the forward changes in the model."""
+        self._model, self._names, self._state = model, list(names), state
         self._parameters, self._gradients = gradients.parameters[: len(names)], gradients
         self._places = _places(model, self._parameters)
         self._device, self._group = device, group
@@ -153,7 +154,7 @@ class DenseRun:
     ) -> tuple[Any, list[Tensor | None]]:
         """Runs the first batch, and decides how all ranks run the next ones. Collective, so that either all ranks or
         none run collectives within a model again."""
-        put_back = snapshot(self._model, self._sharded, self._device)
+        put_back = self._state()
         again = copy_of(batch, {id(kjt): kjt for kjt in features})  # a forward may change the batch in place
         watch = OwnCollectives(self._model) if self._group.size() > 1 else None
         result, turns, own = None, list[int](), None

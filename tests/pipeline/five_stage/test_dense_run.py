@@ -217,6 +217,18 @@ class Reentrant(InPlace):
     reentrant = True
 
 
+class Annealed(Reentrant):
+    """Scales by a count of its calls, which its first batch must not make twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def logits(self, batch: AnyBatch) -> Tensor:
+        self.number += 1
+        return super().logits(batch) * 0.9**self.number
+
+
 def in_place(ranks: Ranks) -> None:
     signal.alarm(600)
     data = batches(ranks, 8)
@@ -228,6 +240,7 @@ def in_place(ranks: Ranks) -> None:
         assert pipeline._graph.captured is (kind is InPlace)
         assert losses == expected
         torch.testing.assert_close(trained, weights, rtol=0, atol=0)
+    assert train(ranks, Annealed, DENSE, data)[0] == train(ranks, Annealed, EAGER, data)[0]
 
 
 def test_a_batch_that_is_changed_in_place_is_changed_once(run_ranks):
