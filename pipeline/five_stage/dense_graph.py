@@ -37,6 +37,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _state(
+    frozen: FrozenModel, model: nn.Module, sharded: Sequence[nn.Module], device: torch.device
+) -> Callable[[], None]:
+    """Returns a function that restores what a run of the forward changes in the model."""
+    of_model = snapshot(model, sharded, device)
+
+    def put_back() -> None:
+        frozen.undo()
+        of_model()
+
+    return put_back
+
+
 class DenseGraph:
     """Forward, loss and backward of the unwrapped model, then the mean of its gradients over all ranks.
 
@@ -87,6 +100,7 @@ class DenseGraph:
         make = partial(dist.new_group, ranks, timeout=group_timeout(), use_local_synchronization=True)
         self.group = group = lend_group("dense", ranks, make)
         self.gradients = FlatGradients([*named.values(), *processors], device, group, late=len(processors))
+        self._state = partial(_state, self._frozen, model, self._sharded, device)
         self._runs = DenseRun(model, list(named), self.gradients, device, group, self._state)
         self._runs.in_iteration = not own_graphs
         self._pool = GraphPool()
@@ -311,16 +325,6 @@ class DenseGraph:
             return None
         self._frozen.ran(self._kind)
         return result
-
-    def _state(self) -> Callable[[], None]:
-        """Returns a function that restores what a run of the forward changes."""
-        of_model = snapshot(self._model, self._sharded, self._device)
-
-        def put_back() -> None:
-            self._frozen.undo()
-            of_model()
-
-        return put_back
 
     def _capture(self, graph: Captured, run: Run, size: int) -> None:
         """Captures a graph for inputs of `size` bytes. If that fails, `failure` has the reason."""
