@@ -259,8 +259,10 @@ def test_a_lost_host_ends_the_ranks_of_the_other_and_is_named(job, two_hosts, tm
 
     wait_until(lambda: training() or process.poll() is not None, "training has begun")
     assert process.poll() is None, job.output
-    for pid in pids_of(two_hosts[1]):
-        os.kill(pid, signal.SIGKILL)
+    lost = pids_of(two_hosts[1])
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # all at once: a rank would still tell of its killed torchrun
+        for pid in lost:
+            os.kill(pid, number)
     assert process.wait(PATIENCE_S) == 1
     # Whether a rank's collective or its torchrun notices first, and so says more, is open.
     assert "10.77.0.2" in job.output, "the lost host"
