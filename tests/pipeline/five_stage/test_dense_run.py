@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
@@ -187,64 +186,6 @@ def ties(ranks: Ranks) -> None:
 
 def test_a_module_of_two_names_trains_in_graphs(run_ranks):
     run_ranks(2, ties)
-
-
-class OutOfPlace(TwoTower):
-    """Preprocesses a field of the batch, and with `reentrant` runs only by Tensor.backward."""
-
-    reentrant = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(1, 1)
-
-    def logits(self, batch: AnyBatch) -> Tensor:
-        inputs = self.preprocessed(batch.dense).sum(1, keepdim=True) + super().logits(batch).unsqueeze(-1)
-        return (checkpoint(self.out, inputs, use_reentrant=True) if self.reentrant else self.out(inputs)).squeeze(-1)
-
-    def preprocessed(self, dense: Tensor) -> Tensor:
-        return (dense + 1).log()
-
-
-class InPlace(OutOfPlace):
-    """Does so in the field's own memory."""
-
-    def preprocessed(self, dense: Tensor) -> Tensor:
-        return dense.add_(1).log_()
-
-
-class Reentrant(InPlace):
-    reentrant = True
-
-
-class Annealed(Reentrant):
-    """Scales by a count of its calls, which its first batch must not make twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def logits(self, batch: AnyBatch) -> Tensor:
-        self.number += 1
-        return super().logits(batch) * 0.9**self.number
-
-
-def in_place(ranks: Ranks) -> None:
-    signal.alarm(600)
-    data = batches(ranks, 8)
-    expected, weights, _ = train(ranks, OutOfPlace, EAGER, data)
-    assert train(ranks, InPlace, EAGER, data)[0] == expected
-    dense_graph_on_cpu()
-    for kind in (InPlace, Reentrant):
-        losses, trained, pipeline = train(ranks, kind, DENSE, data)
-        assert pipeline._graph.captured is (kind is InPlace)
-        assert losses == expected
-        torch.testing.assert_close(trained, weights, rtol=0, atol=0)
-    assert train(ranks, Annealed, DENSE, data)[0] == train(ranks, Annealed, EAGER, data)[0]
-
-
-def test_a_batch_that_is_changed_in_place_is_changed_once(run_ranks):
-    run_ranks(1, in_place)
 
 
 class Exchanging(TwoTower):
