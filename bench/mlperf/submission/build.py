@@ -28,6 +28,7 @@ from dlrm_bench.bench.mlperf.submission.system_description import (
     system_id,
     write_description,
 )
+from dlrm_bench.bench.records.json_file import whole_file
 from dlrm_bench.bench.records.record import RUN_JSON, read_record
 from dlrm_bench.bench.records.schema import RunRecord
 
@@ -161,9 +162,8 @@ def _copy_logs(package: Package, logs: Sequence[MLPerfRun]) -> None:
             )
     package.results.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
-        partial = package.results / f"{name}.partial"
-        partial.write_bytes(content)
-        partial.replace(package.results / name)
+        with whole_file(package.results / name) as file:
+            file.write(content)
 
 
 def _description(run: MLPerfRun, record: RunRecord | None) -> dict[str, Any]:

@@ -5,8 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from dlrm_bench.bench.machine.source import PROGRAM, git_state, source_hash
 from dlrm_bench.bench.mlperf.submission import build as module
 from dlrm_bench.bench.mlperf.submission.build import build, read_given
 from dlrm_bench.bench.mlperf.submission.package import RESULT_NAMES, arrangement
+from dlrm_bench.bench.records.json_file import whole_file
 from tests.bench.made_records import recorded_runs, write
 from tests.bench.mlperf.submission.made_packages import BEGIN_MS, write_log
 
@@ -146,16 +148,16 @@ def test_runs_without_a_hash_of_their_source_are_noted(tmp_path: Path, records: 
 def test_logs_of_a_build_that_was_killed_are_completed(
     tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, write_bytes = read_given([logs]), Path.write_bytes
+    given = read_given([logs])
 
-    def killed(path: Path, content: bytes) -> int:
+    def killed(path: Path) -> AbstractContextManager[IO[bytes]]:
         if not path.name.startswith("result_3"):
-            return write_bytes(path, content)
-        write_bytes(path, content[:100])
+            return whole_file(path)
+        path.with_name(f"{path.name}.tmp").write_bytes(given[3].log.path.read_bytes()[:100])  # which a kill leaves
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", killed)
+        patch.setattr(module, "whole_file", killed)
         with pytest.raises(KeyboardInterrupt):
             build(tmp_path / "out", given, "fast")
     package = build(tmp_path / "out", given, "fast").package
